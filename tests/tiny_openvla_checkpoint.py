@@ -42,6 +42,31 @@ def write_checkpoint(folder: Path) -> Path:
         return _write_openvla(folder)
 
 
+def write_heads(folder: Path, *, state: int | None, width: int = 16, size: int = 2) -> Path:
+    """Write OpenVLA-OFT's regression head, and the projector of a state of so many numbers."""
+    shapes = {"layer_norm1": (size * width,), "layer_norm2": (width,)}
+    shapes |= {"fc1": (width, size * width), "fc2": (size, width)}
+    for i in (0, 1):
+        shapes |= {f"mlp_resnet_blocks.{i}.ffn.{k}": (width,) * (k + 1) for k in (0, 1)}
+    modules: dict[str, dict[str, Any]] = {
+        "action_head": {f"model.{k}": x for k, x in shapes.items()}
+    }
+    if state is not None:
+        modules["proprio_projector"] = {"fc1": (width, state), "fc2": (width, width)}
+        raw = json.loads((folder / "config.json").read_text())
+        for stats in raw["norm_stats"].values():
+            stats["proprio"] = {"q01": [-2.0] * state, "q99": [1.0] * state}
+        (folder / "config.json").write_text(json.dumps(raw))
+    generator = torch.Generator().manual_seed(3)
+    for name, layers in modules.items():
+        weights = {}
+        for key, shape in layers.items():
+            weights[f"module.{key}.weight"] = 0.3 * torch.randn(shape, generator=generator)
+            weights[f"module.{key}.bias"] = 0.3 * torch.randn(shape[:1], generator=generator)
+        torch.save(weights, folder / f"{name}--150000_checkpoint.pt")
+    return folder
+
+
 def write_openvla(body: OpenVLABody, folder: Path) -> Path:
     """Write the weights of a body and its config.json, as the publishers do."""
     config = body.config

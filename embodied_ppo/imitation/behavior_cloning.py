@@ -28,7 +28,7 @@ from embodied_ppo.data.lerobot_reader import Demonstrations
 from embodied_ppo.options.schema import CloningConfig
 from embodied_ppo.policies.backbone import channels_first_shape
 from embodied_ppo.policies.robot_policy import Family
-from embodied_ppo.policies.vla.pretrained import CheckpointVLA
+from embodied_ppo.policies.vla.pretrained import PublishedVLA
 from embodied_ppo.policies.vla.trunk import CELL, MASKED_WORD, WORDS, Grounding
 from embodied_ppo.policies.vla.vla_policy import VLA
 
@@ -287,10 +287,9 @@ def _cells(images: Tensor) -> Tensor:
 def _grounding(policy: Family, inputs: dict[str, Tensor]) -> Grounding | None:
     """Return the features that the auxiliary loss is computed from."""
     context: Any = policy.encode_context(inputs)
-    if not isinstance(policy, CheckpointVLA):
+    if not isinstance(policy, PublishedVLA):
         return context.grounding
-    first = None if not policy.autoregressive else context.x.new_zeros(len(context.x), 1).long()
-    return policy.grounding(context, policy.hidden(context, first)[:, 0])
+    return Grounding(policy.first_hidden_of(context))
 
 
 def check(policy: Family, demos: Demonstrations) -> None:

@@ -425,9 +425,10 @@ class ModelConfig:
     """Freeze the vision encoder during PPO and evaluate it once for all epochs of an update.
     Cloning trains it in any case, unless it comes from model.checkpoint. For pi0 this freezes
     PaliGemma, whose keys and values are cached as long as they fit in half of the memory."""
-    checkpoint: str | None = option(None, read_if=equals("model.policy", "token", "flow"))
-    """Directory of a published model to start from: OpenVLA or OpenVLA-OFT (policy=token), pi0,
-    pi0.5 or SmolVLA (policy=flow); null: a small new model. Needs the extra [vla]."""
+    checkpoint: str | None = option(None, read_if=VLA)
+    """Directory of a published model to start from: OpenVLA or OpenVLA-OFT (policy=token, with a
+    regression head gaussian), pi0, pi0.5 or SmolVLA (policy=flow); null: a small new model. Needs
+    the extra [vla]."""
     unnorm_key: Text | None = option(None, read_if=PRETRAINED_VLA)
     """Name of the data set whose action statistics an OpenVLA checkpoint uses; null: the only ones
     that it contains."""
@@ -442,7 +443,9 @@ class ModelConfig:
     discrete_state_input: bool | None = option(None, read_if=PRETRAINED_FLOW)
     """Whether the prompt of pi0.5 contains the state; null: as config_name, or the directory
     (lerobot's: true)."""
-    center_crop: bool = option(False, read_if=PRETRAINED_TOKEN)
+    center_crop: bool = option(
+        False, read_if=equals("model.policy", "token", "gaussian") & is_set("model.checkpoint")
+    )
     """OpenVLA: crop the centre of images, 90 % of their area, and resize it, as the publishers do
     to evaluate models that were fine-tuned with random crops (image_aug)."""
     omit_stop_token: bool = option(

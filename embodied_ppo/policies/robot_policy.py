@@ -23,7 +23,7 @@ from embodied_ppo.policies.vla.action_tokens import TokenVLA
 from embodied_ppo.policies.vla.flow_matching import FlowVLA
 from embodied_ppo.policies.vla.gaussian import GaussianVLA
 from embodied_ppo.policies.vla.pi0 import PI0
-from embodied_ppo.policies.vla.pretrained import CheckpointVLA
+from embodied_ppo.policies.vla.pretrained import CheckpointVLA, PublishedVLA, RegressionVLA
 from embodied_ppo.policies.vla.published_weights import read_kind
 
 FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
@@ -31,10 +31,11 @@ FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
     "flow": FlowVLA,
     "gaussian": GaussianVLA,
 }
+OPENVLA: dict[str, type[PublishedVLA]] = {"token": CheckpointVLA, "gaussian": RegressionVLA}
 
 CONSTANTS_SHOWN = 8
 """Constant inputs that a line and a report name."""
-Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | CheckpointVLA"
+Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | PublishedVLA"
 AnyPolicy: TypeAlias = "ActorCritic | Family"
 
 
@@ -73,7 +74,7 @@ def make_policy(config: Config, env: VectorEnv | EnvInfo, *, weights: bool = Tru
             kind, _ = read_kind(Path(m.checkpoint), "flow")
             policy = published.FLOW_FAMILIES[kind](*spaces, **published_vla)
         else:
-            policy = CheckpointVLA(*spaces, closes=env.gripper_closes, **published_vla)
+            policy = OPENVLA[m.policy](*spaces, closes=env.gripper_closes, **published_vla)
     has_mean = isinstance(policy, ActorCritic) and policy.numbers and not policy.is_beta
     if a.rpo_alpha is not None and not has_mean:
         raise ConfigError(

@@ -14,7 +14,7 @@ To add a published family:
        parameters, and ``read`` with ``published_weights.load``. With action tokens
        (``model.policy=token``) the model has the attributes and methods of ``openvla.OpenVLA``, and
        the result of its ``embed_prompt`` has a tensor ``x`` [B, ..]; construct it in
-       ``pretrained.CheckpointVLA``. A flow policy is a subclass of ``pi0.PI0``, as
+       ``pretrained.PublishedVLA``. A flow policy is a subclass of ``pi0.PI0``, as
        ``smolvla.SmolVLA``; add it to ``published.FLOW_FAMILIES``.
     3. Name it in the message of ``published_weights.read_kind`` and in the docstring of
        ``ModelConfig.checkpoint``.

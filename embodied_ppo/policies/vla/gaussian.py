@@ -6,6 +6,8 @@ B rows, C actions of a chunk, A dimensions of each.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from typing import Generic, TypeVar
 
 import torch
 from torch import Generator, Tensor, nn
@@ -15,27 +17,32 @@ from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import distributions as dist
 from embodied_ppo.policies.vla.trunk import DecoderMemory, Grounding
-from embodied_ppo.policies.vla.vla_policy import VLA
+from embodied_ppo.policies.vla.vla_policy import VLA, VLAPolicy
+
+Context = TypeVar("Context")
 
 
-class GaussianVLA(VLA):
-    """Mean [B, C, A] from C decoder tokens, and one learned scale for each of the C·A numbers.
+class Gaussian(VLAPolicy, Generic[Context]):
+    """Gaussian policy: a mean [B, C, A], and one learned scale for each of the C·A numbers.
 
-    The value is computed from the first token. Log-probabilities are [B, C, A].
+    Log-probabilities are float32 [B, C, A]. Subclasses implement ``read``; ``Context`` is what they
+    compute once per observation.
     """
 
-    def build_head(self, config: ModelConfig) -> None:
-        """See ``VLA.build_head``."""
-        self.mean = nn.Linear(config.width, self.size)
+    def build_scale(self, config: ModelConfig) -> None:
+        """Create the standard deviations."""
         self.log_std = nn.Parameter(torch.full((self.chunk, self.size), config.init_log_std))
         self.bounds = config.min_log_std, config.max_log_std
 
-    def _read(self, memory: DecoderMemory) -> tuple[Tensor, Tensor, Tensor]:
+    @abstractmethod
+    def read(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Return the mean float32 [B, C, A], and the input of the value head [B, D]."""
+
+    def _read(self, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean and log_std float32 [B, C, A], and the input of the value head [B, D]."""
-        hidden = self.decoder(self.query + memory.summary.unsqueeze(1), memory)
-        mean = self.mean(hidden).float()
+        mean, hidden = self.read(context)
         log_std = self.log_std.clamp(*self.bounds) + math.log(self.temperature)
-        return mean, log_std.expand_as(mean), hidden[:, 0]
+        return mean, log_std.expand_as(mean), hidden
 
     def observe(self, obs: Obs, mask: Tensor) -> None:
         """See ``ActorCritic.observe``."""
@@ -70,9 +77,23 @@ class GaussianVLA(VLA):
             self.value_head(first_hidden),
         )
 
-    def value_of(self, context: DecoderMemory) -> Tensor:
+    def value_of(self, context: Context) -> Tensor:
         """See ``VLAPolicy.value_of``."""
-        return self.value_head(self._read(context)[2])
+        return self.value_head(self.read(context)[1])
+
+
+class GaussianVLA(VLA, Gaussian[DecoderMemory]):
+    """Small model: one decoder token for each action; the value is computed from the first."""
+
+    def build_head(self, config: ModelConfig) -> None:
+        """See ``VLA.build_head``."""
+        self.mean = nn.Linear(config.width, self.size)
+        self.build_scale(config)
+
+    def read(self, context: DecoderMemory) -> tuple[Tensor, Tensor]:
+        """See ``Gaussian.read``."""
+        hidden = self.decoder(self.query + context.summary.unsqueeze(1), context)
+        return self.mean(hidden).float(), hidden[:, 0]
 
     def action_loss(
         self, context: DecoderMemory, action: Tensor, generator: Generator | None

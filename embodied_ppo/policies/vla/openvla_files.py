@@ -141,9 +141,11 @@ class ActionTokens:
     mask: Tensor
 
     @classmethod
-    def from_config(cls, config: OpenVLAConfig, unnorm_key: str | None = None) -> ActionTokens:
+    def from_config(
+        cls, config: OpenVLAConfig, unnorm_key: str | None = None, of: str = "action"
+    ) -> ActionTokens:
         """Read the statistics of one dataset in ``norm_stats``; ``unnorm_key`` None selects the
-        only one.
+        only one. ``of`` proprio reads those of the robot's state.
 
         Raises:
             ConfigError: The dataset is unknown, or its statistics are inconsistent.
@@ -156,12 +158,12 @@ class ActionTokens:
                 f"unnorm_key={show(unnorm_key)}: "
                 + choose(str(unnorm_key), names, "norm_stats has: ")
             )
-        label = f"norm_stats.{unnorm_key}.action"
+        label = f"norm_stats.{unnorm_key}.{of}"
         with config_errors(f"{label}: cannot be read (", "); download it again", kind=True):
-            stats = config.norm_stats[unnorm_key].get("action", {})
+            stats = config.norm_stats[unnorm_key].get(of, {})
             if missing := {"q01", "q99"} - set(stats):
                 raise ConfigError(
-                    f"{label}: has no {min(missing)} but {sorted(stats)}; actions are scaled by q01"
+                    f"{label}: has no {min(missing)} but {sorted(stats)}; {of}s are scaled by q01"
                     " and q99"
                 )
             low, high = (torch.tensor(stats[name], dtype=torch.float64) for name in ("q01", "q99"))
@@ -205,7 +207,10 @@ class ActionTokens:
 
     def actions(self, bins: Tensor) -> Tensor:
         """Convert bins [.., A] to actions in the units of the environment, float32."""
-        x = self.values(bins)
+        return self.unscaled(self.values(bins))
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        """Convert x [.., A] to actions in the units of the environment, float32."""
         return torch.where(self.mask, 0.5 * (x + 1) * (self.high - self.low) + self.low, x).float()
 
 
@@ -265,7 +270,9 @@ def rename(keys: Iterable[str]) -> dict[str, str]:
     return {key: re.sub(r"(\.ls[12]\.)gamma$", r"\1scale_factor", key) for key in keys}
 
 
-def load(path: str | Path, *, dtype: torch.dtype = torch.float32) -> OpenVLABody:
+def load(
+    path: str | Path, *, dtype: torch.dtype = torch.float32, policy: str = "token"
+) -> OpenVLABody:
     """Load a directory of the published layout.
 
     It holds config.json, and model.safetensors or its shards with their index. Every key is used
@@ -275,6 +282,7 @@ def load(path: str | Path, *, dtype: torch.dtype = torch.float32) -> OpenVLABody
     Args:
         path: The directory.
         dtype: Type of the weights.
+        policy: Value of model.policy.
 
     Raises:
         ConfigError: A file is missing, damaged, or of another model.
@@ -283,17 +291,10 @@ def load(path: str | Path, *, dtype: torch.dtype = torch.float32) -> OpenVLABody
     import_transformers("OpenVLA")
     from transformers.initialization import no_init_weights
 
-    _, raw = published_weights.read_kind(folder, "token")
+    _, raw = published_weights.read_kind(folder, policy)
     statistics = folder / "dataset_statistics.json"
     if statistics.is_file():
         raw["norm_stats"] = (raw.get("norm_stats") or {}) | read_json(statistics, label, "")
-    heads = sorted(file.name for file in folder.glob("*--*checkpoint.pt"))
-    if heads:
-        raise ConfigError(
-            f"{label}: holds {heads[0]}: a head or projector beside the model (regression,"
-            " diffusion, proprioception, FiLM) that is not computed; name a checkpoint with action"
-            " tokens alone"
-        )
     preprocessor = folder / "preprocessor_config.json"
     try:
         config = read_config(raw)

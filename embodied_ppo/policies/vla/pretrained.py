@@ -1,11 +1,11 @@
-"""Policies over action tokens on published models: OpenVLA and OpenVLA-OFT.
+"""Policies on published models: OpenVLA and OpenVLA-OFT, with action tokens or a regression head.
 
 B rows, K cameras, C actions of a chunk, A dimensions of each, P visual tokens, L tokens of a
 prompt, D width.
 
-Inputs: images and the instruction. Other observations (the robot's state) are not used, because the
-models were not trained with them. Images stay uint8 until the model resizes them; a prompt is
-tokenised once per sentence.
+Inputs: images, the instruction and, where the directory has a projector for it (``openvla_heads``),
+the robot's state: all vector observations. Images stay uint8 until the model resizes them; a prompt
+is tokenised once per sentence.
 
 Actions: those of OpenVLA are un-normalised by its statistics (q01, q99 of ``model.unnorm_key``) and
 are in the units of the dataset. Use env.action_mapping=clip where the simulator's bounds are not -1
@@ -22,26 +22,30 @@ model.dtype is the type of the arithmetic, and of the frozen weights under adapt
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.types import ActionSpec, Obs, ObsSpec
 from embodied_ppo.core.collectives import layers
+from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import lora
 from embodied_ppo.policies.backbone import channels_first_shape
-from embodied_ppo.policies.vla import openvla_files, published_weights
+from embodied_ppo.policies.vla import openvla_files, openvla_heads, published_weights
 from embodied_ppo.policies.vla.action_tokens import Tokens
+from embodied_ppo.policies.vla.gaussian import Gaussian
 from embodied_ppo.policies.vla.openvla import OpenVLA, OpenVLABody
 from embodied_ppo.policies.vla.openvla_files import ActionTokens
 from embodied_ppo.policies.vla.trunk import Grounding, ObservationEncoder
 from embodied_ppo.policies.vla.vla_policy import (
     ValueHead,
+    VLAPolicy,
     action_size,
     check_units,
     encode_in_parts,
@@ -57,13 +61,13 @@ Tokenize: TypeAlias = "Callable[[str], Sequence[int]]"
 
 
 class VisionEncoder(ObservationEncoder):
-    """Selects the image observations, and holds the tokenised prompts of the sentences."""
+    """Selects images and, with ``state``, vectors; holds the tokenised prompts of the sentences."""
 
-    def __init__(self, obs_spec: ObsSpec, config: ModelConfig) -> None:
+    def __init__(self, obs_spec: ObsSpec, config: ModelConfig, *, state: bool) -> None:
         named = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
         super().__init__(
-            {name: s for name, s in named.items() if s.layout is not None or name == INSTRUCTION},
-            config,
+            {n: s for n, s in named.items() if state or s.layout is not None or n == INSTRUCTION},
+            replace(config, normalize_obs=False),
         )
         shapes = {name: channels_first_shape(s) for name, s in self.encoder.images.items()}
         channels, *size = next(iter(shapes.values()))
@@ -77,11 +81,12 @@ class VisionEncoder(ObservationEncoder):
 
     def images(self, obs: Obs) -> Tensor:
         """Return the images of all cameras, uint8 [B, K, 3, H, W]."""
-        return torch.stack([*self.encode_observations(obs).values()], dim=1)
+        inputs = self.encode_observations(obs)
+        return torch.stack([inputs[name] for name in self.names], dim=1)
 
 
-class CheckpointVLA(Tokens[Any], lora.Adapted):
-    """Policy over action tokens on a published model; see the module's description."""
+class PublishedVLA(VLAPolicy, lora.Adapted):
+    """Policy on a published model, see the module's description; subclasses add the action head."""
 
     FROZEN_ROWS = 64
     """Observations that a frozen vision encoder processes at a time."""
@@ -119,16 +124,27 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         super().__init__()
         self.actions: ActionTokens
         """Action tokens and their statistics."""
+        self.state: ActionTokens | None = None
+        """Statistics of the robot's state, None: it is not used."""
         self.closes = closes
         self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
-        self.bins, self.temperature = config.bins, config.temperature
-        self.autoregressive = config.decode == "autoregressive"
+        self.temperature = config.temperature
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.rank = config.lora_rank
-        self.trunk = VisionEncoder(obs_spec, config)
+        folder = Path(str(config.checkpoint))
+        has_state = any(folder.glob("proprio_projector--*"))
+        self.trunk = VisionEncoder(obs_spec, config, state=has_state)
         self.body = self._open(config)
+        vectors = self.trunk.encoder.vector_size
+        self.heads = nn.ModuleDict(self._load_heads(folder, vectors))
+        """Modules of the directory's other files, see ``openvla_heads.KINDS``."""
+        if has_state:
+            self.state = ActionTokens.from_config(
+                self.body.body.config, config.unnorm_key, "proprio"
+            )
         check_units(action_spec, config, mapping)
         self.width = width = self.body.hidden_size
+        self.build_head(config)
         self.value_head = ValueHead(
             width, config.detach_value, min(4 * width, VALUE_UNITS), values=values
         )
@@ -148,8 +164,21 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
     def _load(self, config: ModelConfig, dtype: torch.dtype) -> tuple[OpenVLABody, Tokenize]:
         """Return the networks of the directory, and its tokeniser."""
         folder = str(config.checkpoint)
-        published_weights.read_kind(Path(folder), "token")
-        return openvla_files.load(folder, dtype=dtype), openvla_files.tokenizer(folder)
+        body = openvla_files.load(folder, dtype=dtype, policy=config.policy)
+        return body, openvla_files.tokenizer(folder)
+
+    def _load_heads(self, folder: Path, vectors: int) -> dict[str, nn.Module]:
+        """Return the modules of the directory's other files; the state has ``vectors`` numbers."""
+        sizes = {"action_head": self.size, "proprio_projector": vectors}
+        return openvla_heads.load(folder, self.body.hidden_size, sizes)
+
+    def build_head(self, config: ModelConfig) -> None:
+        """Prepare the action head; the model is loaded."""
+        raise NotImplementedError
+
+    def first_hidden_of(self, context: Any) -> Tensor:
+        """Return hidden states [B, D] that predict the first number of an action, with gradient."""
+        raise NotImplementedError
 
     def _open(self, config: ModelConfig) -> OpenVLA:
         """Load the model of the directory and its statistics.
@@ -169,11 +198,6 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
                 f"model.checkpoint={config.checkpoint}: its actions have {self.actions.dim}"
                 f" dimensions, the task's {self.size}; use another model.unnorm_key, or a task of"
                 " that robot"
-            )
-        if body.config.action_bins != self.bins:
-            raise ConfigError(
-                f"model.bins={self.bins}: the checkpoint has {body.config.action_bins} words for"
-                f" actions; write model.bins={body.config.action_bins}"
             )
         body.center_crop = config.center_crop
         stop = not config.omit_stop_token
@@ -206,7 +230,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         prompts = self.body.prompts(self.sentences or ("do the task",))
         self.trunk.table = prompts.to(self.device)
 
-    def train(self, mode: bool = True) -> CheckpointVLA:
+    def train(self, mode: bool = True) -> Self:
         """Do nothing: dropout would make log-probabilities random."""
         return self
 
@@ -226,6 +250,7 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         lora.merge(self.body.language)
         targets = openvla_files.entries(self.body.body)
         published_weights.save(targets, source, out, openvla_files.rename)
+        openvla_heads.save(out, dict(self.heads))
 
     # ------------------------------------------------------------------------------------- encoding
     @property
@@ -243,6 +268,10 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
         images, table = self.trunk.images(obs), self.trunk.table
         rows = self.trunk.instruction_index(obs, len(images), images.device)
         inputs = {f"/{name}": getattr(table, name)[rows] for name in ("ids", "mask")}
+        if self.state is not None:
+            self.state = self.state.to(images.device)
+            scaled = self.state.scaled(self.trunk.raw_vector(obs)).clamp(-1, 1)
+            inputs["/state"] = scaled.float()
         if self.vision_learns:
             return inputs | {"/images": images}
         encode = lambda part: self._encode_images(part["images"])
@@ -276,9 +305,53 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
             inputs if "/images" not in inputs else self._encode_images(inputs["/images"])
         )
         with lora.autocast(self.device, self.dtype):
+            if "/state" in inputs:  # one token after those of the images
+                token = self.heads["proprio_projector"](inputs["/state"]).unsqueeze(1)
+                visual = image_features["/visual"]
+                image_features = {"/visual": torch.cat((visual, token.to(visual.dtype)), dim=1)}
             return self.body.embed_prompt(image_features, inputs["/ids"], inputs["/mask"])
 
-    # --------------------------------------------------------------------------------------- tokens
+    # -------------------------------------------------------------------------------------- actions
+    def task_actions(self, x: Tensor) -> Tensor:
+        """Return actions [B, C, A] of x as in ``ActionTokens``; units as in the module."""
+        action = self.actions.unscaled(x)
+        if self.closes is None:
+            return action
+        return torch.where(
+            self.actions.mask, action, torch.where(action > 0.5, -self.closes, self.closes)
+        )
+
+    def dataset_actions(self, action: Tensor) -> Tensor:
+        """Return actions [.., A] of the task in the units of the dataset."""
+        self.actions = self.actions.to(action.device)
+        if self.closes is None:
+            return action
+        return torch.where(self.actions.mask, action, (1 - action / self.closes) / 2)
+
+    def scaled_actions(self, action: Tensor, obs: Obs) -> Tensor:
+        """See ``VLAPolicy.scaled_actions``."""
+        self.actions = self.actions.to(action.device)
+        return self.actions.scaled(action)
+
+
+class CheckpointVLA(PublishedVLA, Tokens[Any]):
+    """Policy over action tokens on a published model; see the module's description."""
+
+    def build_head(self, config: ModelConfig) -> None:
+        """See ``PublishedVLA.build_head``."""
+        self.bins, self.autoregressive = config.bins, config.decode == "autoregressive"
+        bins = self.body.body.config.action_bins
+        if bins != self.bins:
+            raise ConfigError(
+                f"model.bins={self.bins}: the checkpoint has {bins} words for actions; write"
+                f" model.bins={bins}"
+            )
+
+    def first_hidden_of(self, context: Any) -> Tensor:
+        """See ``PublishedVLA.first_hidden_of``."""
+        first = context.x.new_zeros(len(context.x), 1).long() if self.autoregressive else None
+        return self.hidden(context, first)[:, 0]
+
     def hidden(self, context: Any, bins: Tensor | None) -> Tensor:
         """See ``Tokens.hidden``."""
         with lora.autocast(self.device, self.dtype):
@@ -306,21 +379,53 @@ class CheckpointVLA(Tokens[Any], lora.Adapted):
     def actions_of(self, bins: Tensor) -> Tensor:
         """Return actions [B, C, A] of bins; units as described in the module."""
         self.actions = self.actions.to(bins.device)
-        action = self.actions.actions(bins)
-        if self.closes is None:
-            return action
-        return torch.where(
-            self.actions.mask, action, torch.where(action > 0.5, -self.closes, self.closes)
-        )
+        return self.task_actions(self.actions.values(bins))
 
     def bins_of(self, action: Tensor) -> Tensor:
         """See ``Tokens.bins_of``."""
-        self.actions = self.actions.to(action.device)
-        if self.closes is not None:
-            action = torch.where(self.actions.mask, action, (1 - action / self.closes) / 2)
-        return self.actions.bins(action)
+        return self.actions.bins(self.dataset_actions(action))
 
-    def scaled_actions(self, action: Tensor, obs: Obs) -> Tensor:
-        """See ``VLAPolicy.scaled_actions``."""
-        self.actions = self.actions.to(action.device)
-        return self.actions.scaled(action)
+
+class RegressionVLA(PublishedVLA, Gaussian[Any]):
+    """Policy on the regression head of OpenVLA-OFT, which is the mean of a Gaussian.
+
+    Deterministic actions are those of the published model. The head has no distribution: PPO
+    explores with one learned standard deviation for each number, in the unit of x in
+    ``ActionTokens``. Cloning minimises |x - mean| as the publishers do (L1), without the deviation.
+    """
+
+    def build_head(self, config: ModelConfig) -> None:
+        """See ``PublishedVLA.build_head``."""
+        self.build_scale(config)
+
+    def read(self, context: Any) -> tuple[Tensor, Tensor]:
+        """See ``Gaussian.read``."""
+        with lora.autocast(self.device, self.dtype):
+            hidden = self.body.hidden(context, None).float()
+        parts = hidden.view(len(hidden), self.chunk, -1)
+        return self.heads["action_head"](parts).float(), hidden[:, 0]
+
+    def first_hidden_of(self, context: Any) -> Tensor:
+        """See ``PublishedVLA.first_hidden_of``."""
+        return self.read(context)[1]
+
+    def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
+        """See ``Policy.act``."""
+        decision = super().act(inputs, noise=noise)
+        x = decision.action.unflatten(1, (self.chunk, self.size))
+        self.actions = self.actions.to(x.device)
+        return replace(decision, action=self.task_actions(x).flatten(1), replay={"scaled": x})
+
+    def evaluate(
+        self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
+    ) -> Evaluation:
+        """See ``Policy.evaluate``."""
+        return super().evaluate(inputs, replay["scaled"], replay)
+
+    def action_loss(
+        self, context: Any, action: Tensor, generator: Generator | None
+    ) -> tuple[Tensor, Grounding | None]:
+        """Return the absolute error of x; see ``VLAPolicy.action_loss``."""
+        mean, first = self.read(context)
+        x = self.actions.scaled(self.dataset_actions(action))
+        return (mean - x.float()).abs(), Grounding(first)

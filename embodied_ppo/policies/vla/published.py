@@ -25,10 +25,16 @@ from embodied_envs.base.errors import ConfigError, choose
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.checkpoint_files import read_json
 from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files
+from embodied_ppo.policies.vla.openvla_heads import ActionHead, StateProjector
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pi0_files import PromptTokenizer, Published, Statistics
 from embodied_ppo.policies.vla.pi05 import PI05
-from embodied_ppo.policies.vla.pretrained import CheckpointVLA, Tokenize
+from embodied_ppo.policies.vla.pretrained import (
+    CheckpointVLA,
+    PublishedVLA,
+    RegressionVLA,
+    Tokenize,
+)
 from embodied_ppo.policies.vla.smolvla import SmolVLA
 
 PREFIX = "published/"
@@ -86,7 +92,7 @@ def can_build(checkpoint: str) -> bool:
     return _kind(fields(checkpoint)) in (*FLOW_FAMILIES, "openvla")
 
 
-def policy_of_sizes(env: Any, config: ModelConfig, **options: Any) -> PI0 | CheckpointVLA:
+def policy_of_sizes(env: Any, config: ModelConfig, **options: Any) -> PI0 | PublishedVLA:
     """Return a policy on the CPU whose parameters are fake tensors.
 
     Args:
@@ -100,12 +106,13 @@ def policy_of_sizes(env: Any, config: ModelConfig, **options: Any) -> PI0 | Chec
     assert config.checkpoint is not None
     raw = fields(config.checkpoint)
     spaces, policy_class = (env.obs_spec, env.action_spec, config), FLOW_FAMILIES.get(_kind(raw))
-    policy: PI0 | CheckpointVLA
+    policy: PI0 | PublishedVLA
     if policy_class is not None:
         sizes = flow_sizes(policy_class, raw, config, env, options["chunk"])
         policy = policy_class(*spaces, sizes, **options)
     else:
-        policy = _OpenVLASizes(*spaces, closes=env.gripper_closes, **options)
+        sizes_class = _TokenSizes if config.policy == "token" else _RegressionSizes
+        policy = sizes_class(*spaces, closes=env.gripper_closes, **options)
     _replace_meta_tensors(policy)
     return policy
 
@@ -153,7 +160,7 @@ class _WordCounter:
         return SimpleNamespace(input_ids=[3 + zlib.crc32(part.encode()) % 200 for part in parts])
 
 
-class _OpenVLASizes(CheckpointVLA):
+class _OpenVLASizes(PublishedVLA):
     """OpenVLA with parameters on the meta device."""
 
     def _load(
@@ -163,11 +170,32 @@ class _OpenVLASizes(CheckpointVLA):
         sizes = openvla_files.read_config(fields(str(config.checkpoint)))
         bounds = {"q01": [-1.0] * self.size, "q99": [1.0] * self.size}
         bounds["mask"] = [*[True] * (self.size - 1), False]
-        sizes = replace(sizes, norm_stats={config.unnorm_key or "any": {"action": bounds}})
+        state = {"q01": [-1.0], "q99": [1.0]}
+        stats = {config.unnorm_key or "any": {"action": bounds, "proprio": state}}
+        sizes = replace(sizes, norm_stats=stats)
         with torch.device("meta"):
             body = openvla.OpenVLABody(sizes, dtype=dtype)
         counter = _WordCounter()
         return body, lambda text: [openvla.BOS, *counter(text).input_ids]
+
+    def _load_heads(self, folder: Path, vectors: int) -> dict[str, nn.Module]:
+        """Return the modules that the policy has, without reading weights."""
+        width = self.body.hidden_size
+        with torch.device("meta"):
+            heads: dict[str, nn.Module] = {}
+            if isinstance(self, RegressionVLA):
+                heads["action_head"] = ActionHead(width, self.size)
+            if vectors:
+                heads["proprio_projector"] = StateProjector(width, vectors)
+        return heads
+
+
+class _TokenSizes(_OpenVLASizes, CheckpointVLA):
+    """The same with action tokens."""
+
+
+class _RegressionSizes(_OpenVLASizes, RegressionVLA):
+    """The same with the regression head."""
 
 
 def _replace_meta_tensors(module: nn.Module) -> None:

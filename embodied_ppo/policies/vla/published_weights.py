@@ -79,13 +79,16 @@ def read_kind(folder: Path, policy: str) -> tuple[str, dict[str, Any]]:
     if kind is None and "action_horizon" in raw:  # openpi's config.json names no type
         kind = openpi_configs.kind_of(read_headers(weight_files(folder)))
     reader = KINDS.get(str(kind))
+    name = kind
+    if kind == "openvla" and any(folder.glob("action_head--*")):
+        reader, name = "gaussian", "openvla with a regression head (action_head)"
     if reader == policy:
         return str(kind), raw
     if reader is not None:
-        raise ConfigError(f"{label}: holds {kind}; write model.policy={reader}")
+        raise ConfigError(f"{label}: holds {name}; write model.policy={reader}")
     raise ConfigError(
         f"{label}: holds {show(kind)}; model.policy=flow reads π0, π0.5 and SmolVLA,"
-        " model.policy=token OpenVLA and OpenVLA-OFT"
+        " model.policy=token OpenVLA and OpenVLA-OFT, gaussian OpenVLA-OFT's regression head"
     )
 
 

@@ -16,6 +16,7 @@ from torch import Generator, Tensor, nn
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.types import ActionSpec, Box, Obs, ObsSpec
 from embodied_ppo.core.devices import device_memory_gb
+from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.backbone import split_parameters
 from embodied_ppo.policies.vla.trunk import ActionDecoder, DecoderMemory, Grounding, Trunk
@@ -148,6 +149,16 @@ class VLAPolicy(nn.Module):
             rows: Observations of an update in this process.
         """
         return False
+
+    @abstractmethod
+    def act(self, inputs: dict[str, Tensor], *, noise: Tensor | None = None) -> Decision:
+        """See ``Policy.act``."""
+
+    @abstractmethod
+    def evaluate(
+        self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
+    ) -> Evaluation:
+        """See ``Policy.evaluate``."""
 
     @abstractmethod
     def encode_context(self, inputs: dict[str, Tensor]) -> Any:

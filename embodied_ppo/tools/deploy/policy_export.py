@@ -14,7 +14,7 @@ from embodied_ppo.evaluation import language_evaluation, robot_evaluation
 from embodied_ppo.policies import causal_lm, peft_files, robot_policy
 from embodied_ppo.policies.checkpoint_files import copy_permissions
 from embodied_ppo.policies.vla.pi0 import PI0
-from embodied_ppo.policies.vla.pretrained import CheckpointVLA
+from embodied_ppo.policies.vla.pretrained import PublishedVLA
 from embodied_ppo.rollout import environments
 from embodied_ppo.tools.deploy import bundle
 from embodied_ppo.training.progress import Progress
@@ -93,7 +93,7 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
     )
     try:
         policy = robot_policy.make_policy(config, env)
-        assert isinstance(policy, CheckpointVLA | PI0) and config.model.checkpoint is not None
+        assert isinstance(policy, PublishedVLA | PI0) and config.model.checkpoint is not None
         run.load_weights(policy)
         obs = env.reset()
         before = policy.act(policy.encode(obs))
@@ -102,6 +102,10 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
         expected = policy.evaluate(policy.encode(obs), before.action, before.replay)
         with report_write_errors(out):
             if adapter:
+                if isinstance(policy, PublishedVLA) and policy.heads:
+                    raise ConfigError(
+                        f"write lora=merged: an adapter cannot hold {' and '.join(policy.heads)}"
+                    )
                 trained = policy.published_parameters()
                 rank, alpha = config.model.lora_rank, config.model.lora_alpha
                 peft_files.save(trained, source, out, rank=rank, alpha=alpha)
@@ -113,7 +117,7 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
         else:
             model = replace(config.model, checkpoint=str(out), lora_rank=0)
             exported = robot_policy.make_policy(replace(config, model=model), env)
-        if isinstance(policy, PI0):
+        if config.model.policy != "token":
             # The directory has no normaliser of states where the run computed its own.
             exported.trunk.encoder.load_state_dict(policy.trunk.encoder.state_dict())
             action = exported.act(exported.encode(obs)).action
