@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
 from embodied_envs.base.random import env_seeds
@@ -61,6 +62,12 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             node = node.setdefault(parent, {})
         node[leaf] = value
     return tree
+
+
+def options(text: str) -> dict[str, Any]:
+    """Return options that are written as on a command line, ``updates=4 model.hidden=[16]``."""
+    words = (word.partition("=") for word in text.split())
+    return {path: yaml.safe_load(value) for path, _, value in words}
 
 
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:

@@ -29,11 +29,8 @@ from tests.integration.test_placements import SMALL, rows
 pytestmark = pytest.mark.usefixtures("eight_slots")
 
 ROOT = Path(__file__).resolve().parents[2]
-HYBRID: dict[str, Any] = {
-    "placement": "hybrid",
-    "cluster.devices_per_node": 2,
-    "cluster.step_timeout_s": 60.0,
-}
+HYBRID = run_helpers.options("""placement=hybrid cluster.devices_per_node=2
+    cluster.step_timeout_s=60.0""")
 
 
 @pytest.fixture(scope="module")
@@ -103,11 +100,8 @@ def test_killed_process_is_named_at_once(victim: str, phase: str, tmp_path: Path
 @pytest.mark.slow
 def test_killed_learner_is_named_among_its_group(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        longer = {
-            "placement": "fused",
-            "cluster.devices_per_node": 4,
-            "algorithm.update_epoch": 200,
-        }
+        longer = run_helpers.options("""placement=fused cluster.devices_per_node=4
+            algorithm.update_epoch=200""")
         system = build_system(tmp_path, stack, **longer)
         experience, _ = system.collect(64, update=0)
         processes_by_name = handles(system)

@@ -22,26 +22,16 @@ from embodied_ppo.programs import runs
 from embodied_ppo.rollout import environments
 from embodied_ppo.training import checkpoint, trained_run
 
-RECURRENT = {
-    "model.recurrent": "gru",
-    "model.recurrent_size": 8,
-    "algorithm.minibatch_unit": "column",
-}
+RECURRENT = run_helpers.options("""model.recurrent=gru model.recurrent_size=8
+    algorithm.minibatch_unit=column""")
 MEMORIES: dict[str, dict[str, Any]] = {
     "lstm": {**RECURRENT, "model.recurrent": "lstm"},
     "history": {"model.history": 3},
     "both": {**RECURRENT, "model.history": 3, "model.shared_backbone": False},
 }
-BASE: dict[str, Any] = {
-    "env.id": "InvertedPendulum-v4",
-    "env.max_episode_steps": 11,
-    "algorithm.horizon": 8,
-    "evaluation.episodes": 3,
-    "evaluation.video_episodes": 0,
-    "compile": "never",
-    "updates": 4,
-    "save_every": 2,
-}
+BASE = run_helpers.options("""env.id=InvertedPendulum-v4 env.max_episode_steps=11
+    algorithm.horizon=8 evaluation.episodes=3 evaluation.video_episodes=0 compile=never updates=4
+    save_every=2""")
 
 
 def train(run_dir: Path, **options: Any) -> Path:

@@ -27,19 +27,9 @@ from embodied_ppo.training import checkpoint
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("eight_slots")
 
-SMALL: dict[str, Any] = {
-    "env.id": "CartPole-v1",
-    "env.num_envs": 8,
-    "algorithm.horizon": 16,
-    "algorithm.global_batch_size": 32,
-    "algorithm.update_epoch": 2,
-    "evaluation.episodes": 4,
-    "evaluation.video_episodes": 0,
-    "updates": 4,
-    "save_every": 2,
-    "compile": "never",
-    "threads": 1,
-}
+SMALL = run_helpers.options("""env.id=CartPole-v1 env.num_envs=8 algorithm.horizon=16
+    algorithm.global_batch_size=32 algorithm.update_epoch=2 evaluation.episodes=4
+    evaluation.video_episodes=0 updates=4 save_every=2 compile=never threads=1""")
 MEASURED = ("time/", "speed/", "memory/", "weights/", "device/")
 
 
@@ -94,14 +84,8 @@ def local(cached_run: CachedRuns) -> Path:
     return cached_run()
 
 
-GROUPS: dict[str, Any] = {
-    "env__id": "Go1Joystick",
-    "env__randomize": True,
-    "env__num_threads": 1,
-    "env__max_episode_steps": 12,
-    "model__actor_obs": ["state"],
-    "model__critic_obs": ["state", "privileged"],
-}
+GROUPS = run_helpers.options("""env__id=Go1Joystick env__randomize=true env__num_threads=1
+    env__max_episode_steps=12 model__actor_obs=[state] model__critic_obs=[state,privileged]""")
 EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 1},
     "colocated": {

@@ -13,12 +13,8 @@ from embodied_ppo.options.batch_sizes import MinibatchSchedule, batches, lines
 from embodied_ppo.options.schema import Config
 from embodied_ppo.programs import runs
 
-ROBOT = {
-    "env.id": "CartPole-v1",
-    "env.num_envs": 32,
-    "algorithm.horizon": 32,
-    "algorithm.global_batch_size": 128,
-}
+ROBOT = run_helpers.options("""env.id=CartPole-v1 env.num_envs=32 algorithm.horizon=32
+    algorithm.global_batch_size=128""")
 LANGUAGE = {
     "mode": "reasoning",
     "data.task": "arithmetic",
@@ -94,12 +90,8 @@ def test_update_of_a_language_model() -> None:
 def test_run_logs_batch_sizes_once(
     quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = {
-        "env.num_envs": 4,
-        "algorithm.horizon": 8,
-        "algorithm.global_batch_size": 32,
-        "updates": 2,
-    }
+    small = run_helpers.options("""env.num_envs=4 algorithm.horizon=8 algorithm.global_batch_size=32
+        updates=2""")
     c = run_helpers.tiny_config(
         {**ROBOT, **small, "run_dir": str(tmp_path / "run"), "evaluation.episodes": 1}
     )

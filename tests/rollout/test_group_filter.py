@@ -28,18 +28,9 @@ from tests.rollout.test_language_rollout import ANSWERS, ScriptedGenerator
 from tests.rollout.test_language_rollout import rollout as language_rollout
 
 YES, NO = True, False
-POINT: dict[str, Any] = {
-    "env.id": "toy_envs:toy_envs/Point-v0",
-    "env.num_threads": 0,
-    "env.num_envs": 8,
-    "env.restart_each_rollout": True,
-    "algorithm.adv_type": "grpo",
-    "algorithm.group_size": 2,
-    "algorithm.horizon": 8,
-    "algorithm.global_batch_size": 32,
-    "algorithm.group_filter": "success",
-    "updates": 3,
-}
+POINT = run_helpers.options("""env.id=toy_envs:toy_envs/Point-v0 env.num_threads=0 env.num_envs=8
+    env.restart_each_rollout=true algorithm.adv_type=grpo algorithm.group_size=2 algorithm.horizon=8
+    algorithm.global_batch_size=32 algorithm.group_filter=success updates=3""")
 
 
 def trajectory(first: int, columns: int, rows: int = 2) -> Trajectory:

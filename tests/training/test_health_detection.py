@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import run_helpers
@@ -23,16 +22,9 @@ def test_a_problem_is_reported_once_and_not_in_the_first_updates() -> None:
     assert warning.startswith("policy/approx_kl is 0.4, above 0.03: ")
 
 
-SMALL: dict[str, Any] = {
-    "env.id": "CartPole-v1",
-    "env.num_envs": 8,
-    "algorithm.horizon": 16,
-    "algorithm.global_batch_size": 32,
-    "evaluation.episodes": 2,
-    "evaluation.video_episodes": 0,
-    "compile": "never",
-    "updates": 30,
-}
+SMALL = run_helpers.options("""env.id=CartPole-v1 env.num_envs=8 algorithm.horizon=16
+    algorithm.global_batch_size=32 evaluation.episodes=2 evaluation.video_episodes=0 compile=never
+    updates=30""")
 
 
 @pytest.mark.slow

@@ -22,19 +22,9 @@ from embodied_ppo.programs import runs
 from embodied_ppo.training import trackers
 from embodied_ppo.training.trackers import MetricsRow, Status, TrackedRun, Trackers
 
-TRAIN: dict[str, Any] = {
-    "env.id": "toy_envs:Balance",
-    "env.num_envs": 2,
-    "env.max_episode_steps": 6,
-    "algorithm.horizon": 4,
-    "algorithm.global_batch_size": 8,
-    "algorithm.update_epoch": 1,
-    "evaluation.episodes": 2,
-    "compile": "never",
-    "device": "cpu",
-    "updates": 3,
-    "name": "balance",
-}
+TRAIN = run_helpers.options("""env.id=toy_envs:Balance env.num_envs=2 env.max_episode_steps=6
+    algorithm.horizon=4 algorithm.global_batch_size=8 algorithm.update_epoch=1 evaluation.episodes=2
+    compile=never device=cpu updates=3 name=balance""")
 
 
 class Recorder:
