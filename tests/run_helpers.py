@@ -123,14 +123,16 @@ def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:
         env.close()
 
 
+def tiny_env(c: Config) -> VectorEnv:
+    """Return the simulators of a run in one process."""
+    seeds = env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size)
+    options = environments.training_env(c)
+    return environments.make_env(seeds, config=options, device=torch.device("cpu"), model=c.model)
+
+
 def tiny_rollout(c: Config) -> Rollout:
     """Return the rollout of a run in one process, without compiled code."""
-    env = environments.make_env(
-        env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
-        config=environments.training_env(c),
-        device=torch.device("cpu"),
-        model=c.model,
-    )
+    env = tiny_env(c)
     policy = robot_policy.make_policy(c, env)
     return robot.make_rollout(c, env, policy, compile.CompileSchedule(None))
 

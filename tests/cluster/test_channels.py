@@ -205,9 +205,8 @@ def test_stages_overlap_and_do_not_change_experience() -> None:
     def make(kind: str, seeds: list[int]) -> VectorEnv:
         return environments.make_env(seeds, config=c.env, device=CPU)
 
-    local = InterleavedRollouts(
-        rollouts(options, [make("train", seeds[:2]), make("train", seeds[2:])])
-    )
+    envs = [make("train", x) for x in (seeds[:2], seeds[2:])]
+    local = InterleavedRollouts(rollouts(options, envs))
     expected = [local.collect(8, update=u, version=u) for u in range(2)]
     local.close()
 
@@ -221,15 +220,8 @@ def test_stages_overlap_and_do_not_change_experience() -> None:
             return super().receive()
 
     with serving(make) as (client,):
-        remote = InterleavedRollouts(
-            rollouts(
-                options,
-                [
-                    RecordingEnv([client], seeds[:2], device=CPU),
-                    RecordingEnv([client], seeds[2:], device=CPU),
-                ],
-            )
-        )
+        envs = [RecordingEnv([client], x, device=CPU) for x in (seeds[:2], seeds[2:])]
+        remote = InterleavedRollouts(rollouts(options, [*envs]))
         for u, (trajectory, metrics) in enumerate(expected):
             remote_trajectory, remote_metrics = remote.collect(8, update=u, version=u)
             assert remote_trajectory.reward.shape == (8, 4)

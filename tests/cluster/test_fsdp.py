@@ -243,12 +243,8 @@ def disturb(learner: PPO) -> None:
 
 
 # --------------------------------------------------------------------------------------- the update
-EVERYTHING = {
-    "use_kl_loss": True,
-    "use_kl_in_reward": True,
-    "clip_ratio_c": 1.5,
-    "entropy_bonus": 0.01,
-}
+EVERYTHING = {"use_kl_loss": True, "use_kl_in_reward": True, "clip_ratio_c": 1.5}
+EVERYTHING |= {"entropy_bonus": 0.01}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "mlp": ("mlp", {}, {}),
     "mlp, everything": ("mlp", {"shared_backbone": False}, EVERYTHING),

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from embodied_envs.base import tree
 from embodied_envs.base.errors import TrainingError
-from embodied_envs.base.random import env_seeds
 from embodied_ppo.core import compile, cuda_graph
 from embodied_ppo.core.types import Batch, Trajectory
 from embodied_ppo.options.schema import AlgorithmConfig, Config
@@ -33,7 +32,6 @@ from embodied_ppo.ppo.language_actor import TokenLoss
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.programs import compilation, runs
-from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.acting import Acting
 from tests.integration.test_resume import assert_same, contents, rows, tiny
 from tests.policies.test_causal_lm import make as language_model
@@ -275,11 +273,7 @@ def test_first_compiled_update() -> None:
     def since(**options: Any) -> int | None:
         return decided(**options)[0]
 
-    assert (
-        since() == 683
-        and since(updates=5000) == 683
-        and since(**{"algorithm.update_epoch": 6}) == 342
-    )
+    assert since() == since(updates=5000) == 683 and since(**{"algorithm.update_epoch": 6}) == 342
     assert since(updates=683) is None  # too short to use it
     assert since(compile="always") == 0 and decided(compile="never") == (None, "compile=never")
     reason = "compile=auto starts after 4096 optimiser steps, in update 684, and the run has 683"
@@ -288,15 +282,15 @@ def test_first_compiled_update() -> None:
     c = run_helpers.tiny_config({"updates": 2000, "algorithm.micro_batch_size": 4})
     reason = compilation.compile_from(c, torch.device("cpu"), notices.append)[1]
     assert reason.startswith("algorithm.micro_batch_size cuts minibatches") and reason in notices[0]
-    assert (
-        compilation.compile_from(
-            run_helpers.tiny_config({"updates": 2000}), torch.device("cuda"), pytest.fail
-        )[0]
-        == 0
-    )  # a CUDA graph
+    c = run_helpers.tiny_config({"updates": 2000})
+    assert compilation.compile_from(c, torch.device("cuda"), pytest.fail)[0] == 0  # a CUDA graph
 
 
 # ---------------------------------------------------------------------------- run, learner, acting
+MANY = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5}
+MANY |= {"value_clip": 0.1}
+
+
 def run_config() -> Config:
     """Return the options of a run whose critic reads more than the actor.
 
@@ -316,12 +310,7 @@ def run_config() -> Config:
 def run_policy() -> ActorCritic:
     """Return an untrained policy of ``run_config``."""
     c = run_config()
-    env = environments.make_env(
-        env_seeds(c.seed, 0, c.env.num_envs, c.algorithm.group_size),
-        config=environments.training_env(c),
-        device=torch.device("cpu"),
-        model=c.model,
-    )
+    env = run_helpers.tiny_env(c)
     policy = robot_policy.make_policy(c, env)
     env.close()
     assert isinstance(policy, ActorCritic)
@@ -397,18 +386,11 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.parametrize("discrete", [False, True])
 def test_compiled_updates_equal_eager_updates(discrete: bool) -> None:
-    options = {
-        "update_epoch": 2,
-        "entropy_bonus": 0.01,
-        "critic_warmup": 1,
-        "clip_ratio_c": 1.5,
-        "value_clip": 0.1,
-    }
     schedules = [compile.CompileSchedule(since) for since in (None, 1)]
     if discrete:
-        eager, fast = (make(options, discrete=True, compile_schedule=x) for x in schedules)
+        eager, fast = (make(MANY, discrete=True, compile_schedule=x) for x in schedules)
     else:  # the library of the run above
-        eager, fast = (run_learner(x, **options) for x in schedules)
+        eager, fast = (run_learner(x, **MANY) for x in schedules)
     for update in range(4):  # the critic's warm-up, then three updates of compiled code
         if discrete:
             t = experience(eager, seed=update, noise=0.2)
@@ -556,16 +538,9 @@ def test_cuda_graph_copies_an_argument_that_changed_in_place(
 
 @pytest.mark.slow
 def test_compiled_update_raises_before_training_on_nan() -> None:
-    options = {
-        "update_epoch": 2,
-        "entropy_bonus": 0.01,
-        "critic_warmup": 1,
-        "clip_ratio_c": 1.5,
-        "value_clip": 0.1,
-    }
     # The same library as above.
     schedule = compile.CompileSchedule(0)
-    learner = make(options, discrete=True, compile_schedule=schedule)
+    learner = make(MANY, discrete=True, compile_schedule=schedule)
     learner.update(experience(learner), update=1)
     before = weights(learner)
     t = experience(learner)

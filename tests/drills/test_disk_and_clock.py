@@ -52,16 +52,7 @@ def train_on_small_disk(
 ) -> subprocess.CompletedProcess[str]:
     """Train on a separate file system; the run directory is copied to ``tmp_path/out``."""
     (tmp_path / "disk").mkdir()
-    shell = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--mount",
-        "sh",
-        "-c",
-        INSIDE.format(size=size),
-        "sh",
-    ]
+    shell = [*UNSHARE, "sh", "-c", INSIDE.format(size=size), "sh"]
     environment = os.environ | {"OUT": str(tmp_path / "out")}
     train = command(*OVERRIDES, CONSTANT, "run_dir=run", *options)
     return subprocess.run(
@@ -73,9 +64,8 @@ def train_on_small_disk(
     )
 
 
-namespaces = subprocess.run(
-    ["unshare", "--user", "--map-root-user", "--mount", "true"], capture_output=True
-)
+UNSHARE = ("unshare", "--user", "--map-root-user", "--mount")
+namespaces = subprocess.run([*UNSHARE, "true"], capture_output=True)
 needs_namespaces = pytest.mark.skipif(
     namespaces.returncode != 0,
     reason="a separate file system needs user namespaces (unshare --user --mount)",
@@ -116,17 +106,7 @@ def test_read_only_disk_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     inside = 'mount -t tmpfs -o ro tmpfs "$1" && shift && exec "$@"'
     train = command(*OVERRIDES, f"run_dir={tmp_path / 'disk' / 'run'}")
-    shell = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--mount",
-        "sh",
-        "-c",
-        inside,
-        "sh",
-        str(tmp_path / "disk"),
-    ]
+    shell = [*UNSHARE, "sh", "-c", inside, "sh", str(tmp_path / "disk")]
     done = subprocess.run([*shell, *train], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert (

@@ -236,11 +236,8 @@ def test_killed_raylet_is_named(tmp_path: Path) -> None:
     assert "process lost: " in err.splitlines()[-1]
     assert "Ray's own process on its machine (raylet) is gone" in err.splitlines()[-1], err
     assert run_helpers.processes_ended(*processes)
-    assert [json.loads(line)["update"] for line in metrics.read_text().splitlines()][:3] == [
-        0,
-        1,
-        2,
-    ]
+    updates = [json.loads(line)["update"] for line in metrics.read_text().splitlines()]
+    assert updates[:3] == [0, 1, 2]
 
 
 # ------------------------------------------------------------------------------------ full memory

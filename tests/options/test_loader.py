@@ -208,12 +208,8 @@ def test_unknown_placement_is_refused(value: object, hint: str) -> None:
 
 def test_placement_and_component_placement_exclude_each_other() -> None:
     devices = {"env,rollout,actor": "0-3"}
-    assert (
-        loader.load(
-            Config, {"cluster": {"component_placement": devices}}
-        ).cluster.component_placement
-        == devices
-    )
+    loaded = loader.load(Config, {"cluster": {"component_placement": devices}})
+    assert loaded.cluster.component_placement == devices
     line = refused(
         Config, {"placement": "fused", "cluster": {"component_placement": devices}}, PlacementError
     )
@@ -506,16 +502,9 @@ def test_dual_clip_is_one_plus_two_clip_ratios() -> None:
     assert c(dual_clip_loss=True, clip_ratio_high=0.3) == pytest.approx(1.6)
     assert c(dual_clip_loss=True, clip_ratio=0.1) == pytest.approx(1.2)
     assert c(dual_clip_loss=False) is None
-    assert (
-        loader.read(
-            Config,
-            [
-                ("file", {"algorithm": {"clip_ratio_c": 3.0}}),
-                ("flag", {"algorithm": {"dual_clip_loss": False}}),
-            ],
-        ).config.algorithm.clip_ratio_c
-        is None
-    )
+    file, flag = {"algorithm": {"clip_ratio_c": 3.0}}, {"algorithm": {"dual_clip_loss": False}}
+    loaded = loader.read(Config, [("file", file), ("flag", flag)])
+    assert loaded.config.algorithm.clip_ratio_c is None
     assert "true or false" in refused(Config, {"algorithm.dual_clip_loss": 3})
     assert "keep one" in refused(
         Config, {"algorithm.dual_clip_loss": True, "algorithm.clip_ratio_c": 3.0}

@@ -31,13 +31,8 @@ from tests.training.test_logging import LANGUAGE_ONLY
 Capture = pytest.CaptureFixture[str]
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = {
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-}
-SIZES |= {"intermediate_size": 32}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 1, "intermediate_size": 32}
 SMALL = [
     *(f"actor.model.architecture.{name}={size}" for name, size in SIZES.items()),
     "warm_start.steps=2",
@@ -102,13 +97,8 @@ def test_run_writes_all_files(capsys: Capture) -> None:
     assert 2 * 8 <= summary["tokens"] <= 2 * 8 * 4
     for name in ("tokens_per_s", "cpu_us_per_token"):
         assert summary[name] > 0
-    assert set(summary["cpu_us_per_token_by_phase"]) == {
-        "generate",
-        "grade",
-        "advantages",
-        "update",
-        "other",
-    }
+    phases = {"generate", "grade", "advantages", "update", "other"}
+    assert set(summary["cpu_us_per_token_by_phase"]) == phases
     assert 0 <= summary["initial_success"] <= 1 and 0 <= summary["final_success"] <= 1
     stored = yaml.safe_load(Path("run/config.yaml").read_text())
     assert stored["actor"]["model"]["architecture"]["hidden_size"] == 16 and "env" not in stored
@@ -116,20 +106,16 @@ def test_run_writes_all_files(capsys: Capture) -> None:
     assert [row["update"] for row in metrics] == [0, 1, 2]
     assert all("tokens" in row and "env_steps" not in row for row in metrics)
     assert metrics[-1]["tokens"] == summary["tokens"]
-    assert {"rollout/return", "rollout/success", "policy/approx_kl", "value/loss"} <= metrics[
-        1
-    ].keys()
+    tags = {"rollout/return", "rollout/success", "policy/approx_kl", "value/loss"}
+    assert tags <= metrics[1].keys()
     assert "eval/accuracy" in metrics[0] and "eval/accuracy" in metrics[2]
     events = EventAccumulator(summary["tensorboard"]).Reload()
     assert "eval/accuracy" in events.Tags()["scalars"]
     (tag,) = (tag for tag in events.Tags()["tensors"] if tag.startswith("samples"))
     table = events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
     assert "ground&#95;truth" in table and re.search(r"\d\d\+\d\d=", table)
-    assert (
-        Path(summary["checkpoint"]).name
-        == "step_000002"
-        == Path("run/checkpoints/latest").resolve().name
-    )
+    latest = Path("run/checkpoints/latest").resolve().name
+    assert Path(summary["checkpoint"]).name == latest == "step_000002"
     assert (
         Path(summary["report"]).name == "report.html"
         and "tokens" in Path(summary["report"]).read_text()

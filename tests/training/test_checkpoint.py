@@ -195,11 +195,8 @@ def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:
         )
         if score is not None:
             checkpoint.set_score(path, score)
-    assert sorted(p.name for p in folder.glob("step_*")) == [
-        "step_000002",
-        "step_000004",
-        "step_000005",
-    ]
+    names = sorted(p.name for p in folder.glob("step_*"))
+    assert names == [f"step_{update:06d}" for update in (2, 4, 5)]
     assert (folder / "latest").resolve().name == "step_000005"
     assert (folder / "best").resolve().name == "step_000002"
     assert checkpoint.open_checkpoint(folder / "best").manifest["score"] == 9.0
@@ -245,12 +242,8 @@ def test_repair_points_links_to_valid_checkpoints(tmp_path: Path) -> None:
     assert newest is not None
     checkpoint.repair(tmp_path, newest, print)
     assert {os.readlink(folder / link) for link in ("latest", "best")} == {"step_000002"}
-    checkpoint.set_score(
-        checkpoint.save(
-            folder, update=3, policy={}, training={}, config_text="", info={}, keep_last=9
-        ),
-        6.0,
-    )
+    contents = {"policy": {}, "training": {}, "config_text": "", "info": {}}
+    checkpoint.set_score(checkpoint.save(folder, update=3, keep_last=9, **contents), 6.0)
     assert os.readlink(folder / "best") == "step_000002"
 
 

@@ -70,24 +70,15 @@ def test_rows_equal_tensorboard_points(tmp_path):
     log = Log(tmp_path, total_updates=3, quiet=True)
     log.metrics({"eval/return": Mean.of([1.0, 2.0])}, update=0, steps=0)
     for update in (1, 2, 3):
-        result = (
-            {"rollout/return": Mean(0.1 * update, 3.0)}
-            if update > 1
-            else {"rollout/return": math.nan}
-        )
-        log.metrics(training(update, **result), update=update, steps=64 * update)
+        result = Mean(0.1 * update, 3.0) if update > 1 else math.nan
+        row = training(update, **{"rollout/return": result})
+        log.metrics(row, update=update, steps=64 * update)
     log.close()
     log_rows = rows(tmp_path)
-    assert [(r["update"], r["env_steps"]) for r in log_rows] == [
-        (0, 0),
-        (1, 64),
-        (2, 128),
-        (3, 192),
-    ]
+    assert [(r["update"], r["env_steps"]) for r in log_rows] == [(i, 64 * i) for i in range(4)]
     assert log_rows[0] == {"update": 0, "env_steps": 0, "eval/return": 1.5}
-    assert log_rows[1]["rollout/return"] is None and log_rows[2]["rollout/return"] == pytest.approx(
-        0.2 / 3
-    )
+    assert log_rows[1]["rollout/return"] is None
+    assert log_rows[2]["rollout/return"] == pytest.approx(0.2 / 3)
     expected: dict[str, list[tuple[int, float]]] = {}
     for row in log_rows:
         for tag, value in row.items():
