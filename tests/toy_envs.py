@@ -70,11 +70,8 @@ class ScriptedEnv(VectorEnv):
             terminated[i], truncated[i] = done and not self.clock[i], done and self.clock[i]
             success[i] = done and episode % 2
             self.at[i] = (episode, step, done)
-        flags = {
-            "terminated": terminated.bool(),
-            "truncated": truncated.bool(),
-            "success": success.bool(),
-        }
+        flags = {"terminated": terminated, "truncated": truncated, "success": success}
+        flags = {name: x.bool() for name, x in flags.items()}
         if not self.same_step:
             return Step(obs=self._obs(), reward=reward, mask=mask.bool(), **flags)
         final = self._obs()

@@ -193,10 +193,8 @@ def learner_of(
     """Return a learner, and this rank's columns of three trajectories."""
     policy, _ = policy_of(kind, folder, model)
     *_, rollouts = _policy_and_experience(kind, folder, tuple(model.items()))
-    c = loader.load(
-        AlgorithmConfig,
-        {"global_batch_size": T * N // 2, "update_epoch": 1, "lr": 1e-3, **algorithm},
-    )
+    options = {"global_batch_size": T * N // 2, "update_epoch": 1, "lr": 1e-3, **algorithm}
+    c = loader.load(AlgorithmConfig, options)
     parts = [
         tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].clone(), t) for t in rollouts
     ]
@@ -308,10 +306,7 @@ def test_sharded_update_equals_unsharded_one(
     full, sharded = (results(processes.world, case, sharded) for sharded in (False, True))
     run_helpers.assert_states_close(sharded[0][0], full[0][0])
     for update in range(UPDATES):
-        one, many = (
-            merged([metrics[update] for _, metrics, _ in full]),
-            merged([metrics[update] for _, metrics, _ in sharded]),
-        )
+        one, many = (merged([metrics[update] for _, metrics, _ in x]) for x in (full, sharded))
         assert one.keys() == many.keys()
         for tag, value in one.items():
             assert many[tag] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), tag
@@ -360,10 +355,7 @@ def test_sharded_language_model_equals_unsharded_one(case: str, processes: Proce
     full, sharded = processes(language_update, case, False), processes(language_update, case, True)
     run_helpers.assert_states_close(sharded[0][0], full[0][0])
     for update in range(UPDATES):
-        one, many = (
-            merged([metrics[update] for _, metrics in full]),
-            merged([metrics[update] for _, metrics in sharded]),
-        )
+        one, many = (merged([metrics[update] for _, metrics in x]) for x in (full, sharded))
         assert many == pytest.approx(one, rel=1e-4, abs=1e-6, nan_ok=True)
 
 

@@ -89,11 +89,8 @@ def test_offloaded_tensors_are_restored_in_place() -> None:
 def test_offloading_works_with_sharded_parameters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options: dict[str, Any] = {
-        "placement": "colocated",
-        "cluster__devices_per_node": 2,
-        "updates": 3,
-    }
+    options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 2}
+    options["updates"] = 3
     options["algorithm__use_kl_loss"] = True
     # The placement fused gives the same results.
     expected = train(tmp_path / "unsharded", **options | {"placement": "fused"})

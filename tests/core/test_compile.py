@@ -144,10 +144,8 @@ def test_fingerprint_depends_on_program_options_and_shapes() -> None:
         make(model={"hidden": [8]})
     ]
     batch = learners[0].prepare(experience(learners[0]))[0]
-    steps = [
-        MinibatchStep(one.optimizer.loss, *parameter_names(one.optimizer), batch)
-        for one in learners
-    ]
+    optimizers = [one.optimizer for one in learners]
+    steps = [MinibatchStep(x.loss, *parameter_names(x), batch) for x in optimizers]
     assert len({compile.fingerprint(step, [x]) for step in steps}) == 4  # two of them are equal
 
 
@@ -188,12 +186,9 @@ program = ActProgram(model, dict.fromkeys(names, torch.zeros(3, 2)))
 fingerprint = compile.fingerprint(program, [torch.zeros(3)])
 print(fingerprint)
 """
-    outputs = {
-        subprocess.check_output(
-            [sys.executable, "-c", script], text=True, env=os.environ | {"PYTHONHASHSEED": seed}
-        ).strip()
-        for seed in ("1", "2")
-    }
+    command = [sys.executable, "-c", script]
+    settings = [os.environ | {"PYTHONHASHSEED": seed} for seed in ("1", "2")]
+    outputs = {subprocess.check_output(command, env=env).strip() for env in settings}
     exec(script, variables := dict[str, Any]())
     assert outputs == {variables["fingerprint"]}
 
@@ -363,10 +358,8 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
     assert "compile:" not in capfd.readouterr().err
     for at in (4, 6):
         source = tmp_path / "whole" / "checkpoints" / f"step_{at:06d}"
-        runs.train(
-            replace(base_config, run_dir=str(tmp_path / f"from{at}"), resume=str(source)),
-            quiet=True,
-        )
+        run_dir = str(tmp_path / f"from{at}")
+        runs.train(replace(base_config, run_dir=run_dir, resume=str(source)), quiet=True)
     runs.train(replace(short, resume=str(tmp_path / "short")), quiet=True)
     for other in ("again", "from4", "from6", "short"):
         for a, b in zip(
@@ -561,20 +554,10 @@ PIPELINE = ["pipeline=true", "algorithm.off_policy_correction=token"]
 def test_interrupt_ends_wait_for_compiler(options: list[str], tmp_path: Path) -> None:
     """No update runs in the meantime, and no process remains."""
     env = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache")}
-    command = [
-        sys.executable,
-        "-m",
-        "embodied_ppo.commands.main",
-        "train",
-        "experiment=cartpole",
-        "compile=always",
-        *options,
-    ]
-    command += [
-        "evaluation.episodes=2",
-        "evaluation.video_episodes=0",
-        f"run_dir={tmp_path / 'run'}",
-    ]
+    command = [sys.executable, "-m", "embodied_ppo.commands.main", "train"]
+    command += ["experiment=cartpole", "compile=always", *options]
+    command += ["evaluation.episodes=2", "evaluation.video_episodes=0"]
+    command += [f"run_dir={tmp_path / 'run'}"]
     run = subprocess.Popen(
         command, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
     )

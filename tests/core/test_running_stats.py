@@ -50,11 +50,8 @@ def test_moments_of_zero_and_one_entry():
     x, none = torch.tensor([2.0, 3.0]), torch.zeros(2, dtype=torch.bool)
     assert running_stats.masked_sum(x, none).item() == 0.0
     assert [v.item() for v in running_stats.masked_moments(x, none)] == [0.0, 0.0, 0.0]
-    assert [v.item() for v in running_stats.masked_moments(x, torch.tensor([True, False]))] == [
-        2.0,
-        0.0,
-        1.0,
-    ]
+    moments = running_stats.masked_moments(x, torch.tensor([True, False]))
+    assert [v.item() for v in moments] == [2.0, 0.0, 1.0]
 
 
 def test_explained_variance_by_hand():

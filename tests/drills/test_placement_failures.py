@@ -271,11 +271,8 @@ def small_store(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("small_store")
 def test_experience_larger_than_the_object_store_is_spilled_to_disk(tmp_path: Path) -> None:
     disaggregated, local = tmp_path / "apart", tmp_path / "local"
-    options = {
-        "placement": "disaggregated",
-        "cluster.devices_per_node": 2,
-        "run_dir": str(disaggregated),
-    }
+    options = {"placement": "disaggregated", "cluster.devices_per_node": 2}
+    options["run_dir"] = str(disaggregated)
     runs.train(run_helpers.tiny_config({**SMALL, **IMAGES, **options}), quiet=True)
     runs.train(run_helpers.tiny_config({**SMALL, **IMAGES, "run_dir": str(local)}), quiet=True)
     assert rows(disaggregated) == rows(local)

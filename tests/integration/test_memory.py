@@ -109,14 +109,9 @@ def test_results_do_not_depend_on_micro_batches(recurrent: str, tmp_path: Path) 
 @pytest.mark.slow
 def test_reference_policy_and_off_policy_correction_read_columns(tmp_path: Path) -> None:
     """With one epoch of one minibatch, the policy is its own reference: the KL is 0 at first."""
-    options = {
-        **RECURRENT,
-        "algorithm.use_kl_loss": True,
-        "algorithm.off_policy_correction": "token",
-        "algorithm.update_epoch": 1,
-        "algorithm.global_batch_size": 32,
-        "updates": 2,
-    }
+    options = RECURRENT | run_helpers.options("""algorithm.use_kl_loss=true updates=2
+        algorithm.off_policy_correction=token algorithm.update_epoch=1
+        algorithm.global_batch_size=32""")
     train(tmp_path / "run", **options)
     text = (tmp_path / "run" / "metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]

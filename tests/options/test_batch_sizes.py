@@ -43,15 +43,8 @@ def test_update_of_a_robot_policy() -> None:
 
 
 def test_chunks_and_micro_batches() -> None:
-    c = run_helpers.tiny_config(
-        {
-            **ROBOT,
-            "env.action_chunk": 5,
-            "algorithm.micro_batch_size": 48,
-            "algorithm.update_epoch": 1,
-            "updates": 2,
-        }
-    )
+    options = {"env.action_chunk": 5, "algorithm.micro_batch_size": 48, "updates": 2}
+    c = run_helpers.tiny_config({**ROBOT, **options, "algorithm.update_epoch": 1})
     assert lines(c) == [
         "32 environments x 32 decisions = 1,024 samples per update",
         "1 epoch x 8 minibatches of 128 = 8 optimiser steps (micro-batches of at most 48 samples)",

@@ -356,10 +356,8 @@ def remember(
     inputs, decisions = list[dict[str, Any]](), list[Decision]()
     for t in range(LENGTH):
         memory.start = start[t]
-        obs: Obs = {
-            name: torch.randn(columns, *s.shape, generator=generator)
-            for name, s in MEMORY_SPECS.items()
-        }
+        sizes = {name: (columns, *s.shape) for name, s in MEMORY_SPECS.items()}
+        obs: Obs = {k: torch.randn(*size, generator=generator) for k, size in sizes.items()}
         inputs.append(policy.encode(memory.attach(obs)))
         decisions.append(policy.act(inputs[-1], noise=policy.noise(columns, generator)))
         assert decisions[-1].memory is not None

@@ -135,10 +135,8 @@ def test_exact_kl_adds_up_over_choices() -> None:
     a, b = (p.evaluate(p.encode(obs), action, {}) for p in (first, second))
     level = losses.reduce_log_prob(a.log_prob, "chunk_level", batch_dims=1)
     actual = kl.estimate(level, level, "full", logits=a.logits, ref_logits=b.logits)
-    p, q = (
-        first.policy_head(first.features(inputs)[0]),
-        second.policy_head(second.features(second.encode(obs))[0]),
-    )
+    p = first.policy_head(first.features(inputs)[0])
+    q = second.policy_head(second.features(second.encode(obs))[0])
     expected = sum(
         torch.distributions.kl_divergence(Categorical(logits=x), Categorical(logits=y))
         for x, y in zip(p.split([3, 2], 1), q.split([3, 2], 1), strict=True)

@@ -70,11 +70,8 @@ def test_categorical_by_hand():
 @settings(max_examples=60)
 @given(st.integers(0, 10_000), st.floats(-4, 2), st.integers(1, 5), st.integers(1, 4))
 def test_gaussian_agrees_with_torch(seed, level, rows, size):
-    x, mean, log_std = (
-        numbers(seed, rows, size) * 3,
-        numbers(seed + 1, rows, size),
-        numbers(seed + 2, size) + level,
-    )
+    x, mean = numbers(seed, rows, size) * 3, numbers(seed + 1, rows, size)
+    log_std = numbers(seed + 2, size) + level
     reference = Normal(mean, log_std.exp().expand_as(mean))
     torch.testing.assert_close(
         dist.gaussian_log_prob(x, mean, log_std), reference.log_prob(x), rtol=1e-9, atol=1e-9
@@ -180,10 +177,7 @@ def test_categorical_agrees_with_torch(seed, scale, size):
 
 
 def test_probabilities_integrate_to_one():
-    mean, log_std = (
-        torch.tensor([[0.4]], dtype=torch.float64),
-        torch.tensor([-0.3], dtype=torch.float64),
-    )
+    mean, log_std = (torch.tensor(x, dtype=torch.float64) for x in ([[0.4]], [-0.3]))
     u = torch.linspace(-9, 9, 20_001, dtype=torch.float64).unsqueeze(1)
     for log_p, x in (
         (dist.gaussian_log_prob(u, mean, log_std), u),
@@ -196,10 +190,7 @@ def test_probabilities_integrate_to_one():
 
 # -------------------------------------------------------------------------------- entropy, gradient
 def test_squashed_entropy_estimates_the_entropy():
-    mean, log_std = (
-        torch.tensor([[0.7]], dtype=torch.float64),
-        torch.tensor([0.2], dtype=torch.float64),
-    )
+    mean, log_std = (torch.tensor(x, dtype=torch.float64) for x in ([[0.7]], [0.2]))
     grid = torch.linspace(-12, 12, 40_001, dtype=torch.float64).unsqueeze(1)
     log_p = dist.squashed_log_prob(grid, mean, log_std)
     exact = torch.trapezoid((-log_p.exp() * log_p).flatten(), grid.tanh().flatten()).item()
@@ -217,11 +208,8 @@ def test_squashed_entropy_has_the_pathwise_gradient(which):
 
     def entropy(mean: float, log_std: float) -> float:
         u = mean + math.exp(log_std) * noise
-        return (
-            (log_std + 0.5 * math.log(2 * math.pi * math.e) + torch.log1p(-u.tanh().square()))
-            .mean()
-            .item()
-        )
+        entropy = log_std + 0.5 * math.log(2 * math.pi * math.e) + torch.log1p(-u.tanh().square())
+        return entropy.mean().item()
 
     parameters = [torch.full((2,), v, dtype=torch.float64, requires_grad=True) for v in values]
     mean, log_std = parameters[0].expand(64, 2), parameters[1]
@@ -242,10 +230,8 @@ def test_squashed_entropy_has_the_pathwise_gradient(which):
 @pytest.mark.parametrize("log_std", [-5.0, 2.0])
 def test_extreme_actions_give_finite_results(u, log_std):
     x = torch.tensor([[u]])
-    mean, scale = (
-        torch.zeros(1, 1, requires_grad=True),
-        torch.full((1,), log_std, requires_grad=True),
-    )
+    mean = torch.zeros(1, 1, requires_grad=True)
+    scale = torch.full((1,), log_std, requires_grad=True)
     for log_p in (dist.gaussian_log_prob(x, mean, scale), dist.squashed_log_prob(x, mean, scale)):
         assert math.isfinite(log_p.item())
     entropy = dist.squashed_entropy(x, mean, scale)

@@ -48,13 +48,9 @@ def inputs(dtype: torch.dtype, device: str = "cpu", rows: int = 3) -> dict[str, 
     }
 
 
-FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "llama": fusion.normalise,
-    "gemma": fusion.normalise,
-    "rotate": fusion.rotate,
-    "silu": fusion.gated_product,
-    "gelu": fusion.gated_product,
-}
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {"rotate": fusion.rotate}
+FUNCTIONS |= dict.fromkeys(("llama", "gemma"), fusion.normalise)
+FUNCTIONS |= dict.fromkeys(("silu", "gelu"), fusion.gated_product)
 
 
 def results(function: Callable[..., Tensor], arguments: list[Any]) -> list[Tensor]:

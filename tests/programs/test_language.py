@@ -116,10 +116,8 @@ def test_run_writes_all_files(capsys: Capture) -> None:
     assert "ground&#95;truth" in table and re.search(r"\d\d\+\d\d=", table)
     latest = Path("run/checkpoints/latest").resolve().name
     assert Path(summary["checkpoint"]).name == latest == "step_000002"
-    assert (
-        Path(summary["report"]).name == "report.html"
-        and "tokens" in Path(summary["report"]).read_text()
-    )
+    report = Path(summary["report"])
+    assert report.name == "report.html" and "tokens" in report.read_text()
     report = json.loads(Path(summary["report_json"]).read_text())
     assert list(report["tasks"]) == ["arithmetic"]
 
@@ -157,13 +155,8 @@ def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Cap
     Path("even.py").write_text(
         "def compute_score(solution_str, **_):\n    return sum(c in '02468' for c in solution_str)"
     )
-    options = [
-        *options,
-        "eval_every=2",
-        "save_every=2",
-        f"reward.grader={Path('even.py').resolve()}:compute_score",
-        "reward.workers=0",
-    ]
+    grader = f"reward.grader={Path('even.py').resolve()}:compute_score"
+    options = [*options, "eval_every=2", "save_every=2", grader, "reward.workers=0"]
     train(capsys, *options, "updates=4", "run_dir=full")
     train(capsys, *options, "updates=2", "run_dir=halves")
     run_command(capsys, "train", "resume=halves", "updates=4")
@@ -199,10 +192,9 @@ def test_interrupt_saves_a_checkpoint_that_resumes(capsys: Capture) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:  # the subprocess has all problems
         patch.setattr(synthetic_tasks, "TASKS", {t.name: t for t in synthetic_tasks._TASKS})
-        assert (
-            run_command(capsys, "train", "resume=run", f"updates={newest.update + 1}")["updates"]
-            == newest.update + 1
-        )
+        updates = newest.update + 1
+        result = run_command(capsys, "train", "resume=run", f"updates={updates}")
+        assert result["updates"] == updates
 
 
 # -------------------------------------------------------------------------------- files and weights
@@ -243,13 +235,8 @@ def save_model(folder: Path, texts: list[str], seed: int = 0, **sizes: Any) -> P
     )
     tokenizer.chat_template = CHAT
     tokenizer.save_pretrained(folder)
-    fields = {
-        **SIZES,
-        "max_position_embeddings": 512,
-        "vocab_size": 416,
-        "eos_token_id": 2,
-        **sizes,
-    }
+    fields = {**SIZES, "max_position_embeddings": 512, "vocab_size": 416, "eos_token_id": 2}
+    fields |= sizes
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         Qwen2ForCausalLM(Qwen2Config(**fields)).save_pretrained(folder)
@@ -322,10 +309,8 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
         assert torch.equal(exported(ids).logits, policy.model(ids).logits)
         assert not torch.equal(exported(ids).logits, before(ids).logits), "training changes it"
     written, original = (AutoTokenizer.from_pretrained(folder) for folder in ("exported", model))
-    assert (
-        written.chat_template == CHAT
-        and written("Ida packs 12")["input_ids"] == original("Ida packs 12")["input_ids"]
-    )
+    assert written.chat_template == CHAT
+    assert written("Ida packs 12")["input_ids"] == original("Ida packs 12")["input_ids"]
     assert "out=" in refusal(capsys, "export", "checkpoint=run", "out=exported")
 
 
@@ -335,12 +320,8 @@ def test_every_tag_is_documented(capsys: Capture) -> None:
 
     training/test_logging.py checks the opposite direction for robots.
     """
-    options = [
-        "algorithm.use_kl_in_reward=true",
-        "algorithm.use_kl_loss=true",
-        "algorithm.entropy_target=0.5",
-        "algorithm.positive_nll_weight=0.1",
-    ]
+    options = ["algorithm.use_kl_in_reward=true", "algorithm.use_kl_loss=true"]
+    options += ["algorithm.entropy_target=0.5", "algorithm.positive_nll_weight=0.1"]
     options += ["algorithm.off_policy_correction=token", "evaluation.n=4"]
     train(capsys, *options, "evaluation.deterministic=false", "algorithm.entropy_bonus=0.01")
     board = EventAccumulator("run/tensorboard").Reload()
@@ -400,21 +381,10 @@ def test_evaluate_options(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_prompt_options_are_refused_for_robot_policies(capsys: Capture) -> None:
-    sizes = [
-        "env.num_envs=2",
-        "algorithm.horizon=4",
-        "algorithm.global_batch_size=8",
-        "evaluation.episodes=1",
-    ]
-    run_command(
-        capsys,
-        "train",
-        "experiment=cartpole",
-        *sizes,
-        "updates=1",
-        "run_dir=robot",
-        "evaluation.video_episodes=0",
-    )
+    sizes = ["env.num_envs=2", "algorithm.horizon=4", "algorithm.global_batch_size=8"]
+    sizes += ["evaluation.episodes=1"]
+    sizes += ["updates=1", "run_dir=robot", "evaluation.video_episodes=0"]
+    run_command(capsys, "train", "experiment=cartpole", *sizes)
     for option in ("data=[x.jsonl]", "n=2", "temperature=0.5"):
         line = refusal(capsys, "evaluate", "checkpoint=robot", "deterministic=false", option)
         assert f"{option.partition('=')[0]} = " in line
@@ -449,10 +419,8 @@ def test_user_defined_grader(name: str, capsys: Capture) -> None:
     Path("graders.py").write_text(GRADERS)
     summary = train(capsys, f"reward.grader={Path('graders.py').resolve()}:{name}", "updates=1")
     last = rows(Path("run"))[-1]
-    assert (
-        last["rollout/grader_failures"] == 0
-        and last["rollout/return"] >= last["rollout/length"] - 1
-    )
+    assert last["rollout/grader_failures"] == 0
+    assert last["rollout/return"] >= last["rollout/length"] - 1
     assert summary["final_return"] == last["eval/return"] > 1
     assert ("rollout/success" in last) == (name == "asynchronous") and (
         last["eval/accuracy"] == 1
@@ -539,10 +507,8 @@ def test_reward_model_and_penalty_by_the_reference(capsys: Capture) -> None:
     training = contents(Path("run"), 2)[1]["learner"]
     assert training["reference"] is not None and training["critic_weights"] is not None
     result = run_command(capsys, "evaluate", "checkpoint=run", "episodes=8")
-    assert (
-        result["eval/return"] == pytest.approx(3.0)
-        and result["eval/accuracy"] == summary["final_success"]
-    )
+    assert result["eval/return"] == pytest.approx(3.0)
+    assert result["eval/accuracy"] == summary["final_success"]
 
 
 # ------------------------------------------------------------------------------------------- critic
@@ -588,10 +554,8 @@ def test_value_pretraining_starts_other_runs(capsys: Capture) -> None:
     start = [f"initial_policy={source}", "evaluation.episodes=0"]
     fixed = ["algorithm.lr=0", "critic.lr=0", "warm_start.steps=0", "seed=1"]
     run_command(capsys, "train", *TINY, *start, *fixed, "updates=1", "run_dir=next")
-    (policy, training), (own, own_training) = (
-        contents(Path("pretrained"), 1),
-        contents(Path("next"), 1),
-    )
+    policy, training = contents(Path("pretrained"), 1)
+    own, own_training = contents(Path("next"), 1)
     for name, weight in policy.items():
         assert torch.equal(weight, own[name])
     before, after = (x["learner"]["critic_weights"] for x in (training, own_training))

@@ -118,10 +118,8 @@ def test_resumed_log_drops_rows_after_checkpoint(tmp_path):
     log.close()
     assert [r["update"] for r in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
     # in TensorBoard, too: points up to the checkpoint stay, later ones are replaced
-    assert scalars(tmp_path)[SPEED] == [(64.0 * u, 1000.0 * u) for u in (1, 2, 3, 4)] + [
-        (320, -1.0),
-        (384, -1.0),
-    ]
+    speeds = [(64.0 * u, 1000.0 * u) for u in (1, 2, 3, 4)]
+    assert scalars(tmp_path)[SPEED] == [*speeds, (320, -1.0), (384, -1.0)]
     assert [step for step, _ in scalars(tmp_path)["policy/loss"]] == [64, 128, 192, 256]
 
 
@@ -252,17 +250,10 @@ def test_metrics_change_during_training(run_dir):
     """All metrics that can change in this run have changed, and none is at a bound."""
     log_rows = [row for row in rows(run_dir) if SPEED in row]
     assert len(log_rows) == 3
-    constant = {
-        "rollout/version_lag": 0,
-        "policy/epochs": 3,
-        "advantage/zero_fraction": 0,
-    }  # as they must be here
-    constant |= {
-        "policy/lr": 3e-3,
-        "value/lr": 3e-3,
-        "kl/coef": 0.001,
-        "memory/peak_gb": log_rows[0]["memory/peak_gb"],
-    }
+    # As they must be here.
+    constant = {"rollout/version_lag": 0, "policy/epochs": 3, "advantage/zero_fraction": 0}
+    constant |= {"policy/lr": 3e-3, "value/lr": 3e-3, "kl/coef": 0.001}
+    constant |= {"memory/peak_gb": log_rows[0]["memory/peak_gb"]}
     constant |= {"policy/off_policy_weight": 1}  # who acts is who learns
     for tag in {tag for row in log_rows for tag in row} - {"update", "env_steps"}:
         values = [row[tag] for row in log_rows if row.get(tag) is not None]
@@ -283,8 +274,6 @@ def test_metrics_change_during_training(run_dir):
 def test_summary_equals_rows(run_dir):
     summary = json.loads((run_dir / "summary.json").read_text())
     last = rows(run_dir)[-1]
-    assert (
-        summary["final_return"] == last["eval/return"]
-        and summary["env_steps"] == last["env_steps"] == 192
-    )
+    assert summary["final_return"] == last["eval/return"]
+    assert summary["env_steps"] == last["env_steps"] == 192
     assert summary["initial_return"] == rows(run_dir)[0]["eval/return"]

@@ -153,10 +153,8 @@ def test_loop_resumes(tmp_path):
     assert only(calls, "collect") == [(4,), (5,)] and only(calls, "update") == [(4, 4), (5, 5)]
     assert only(calls, "publish") == [(5,), (6,)]
     assert only(calls, "save") == [(5, 320), (6, 384)]
-    assert [(r["update"], r["env_steps"]) for r in rows] == [
-        (5, 320),
-        (6, 384),
-    ] and not outcome.interrupted
+    assert [(r["update"], r["env_steps"]) for r in rows] == [(5, 320), (6, 384)]
+    assert not outcome.interrupted
     calls, _, outcome = train(tmp_path / "done", 4, completed_updates=4)
     assert calls == [] and (outcome.updates, outcome.interrupted) == (4, False)
 

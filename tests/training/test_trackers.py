@@ -80,11 +80,8 @@ def train(run_dir: Path, **changes: Any) -> dict[str, Any]:
 
 
 def files(run_dir: Path) -> set[str]:
-    return {
-        str(file.relative_to(run_dir)).partition("events.out")[0]
-        for file in run_dir.rglob("*")
-        if file.is_file()
-    }
+    files = [file.relative_to(run_dir) for file in run_dir.rglob("*") if file.is_file()]
+    return {str(file).partition("events.out")[0] for file in files}
 
 
 def untimed(run_dir: Path) -> list[dict[str, Any]]:
