@@ -102,6 +102,7 @@ EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
         "cluster__component_placement": {"env": "0-1", "rollout": 2, "actor": 3},
         "cluster__devices_per_node": 4,
         "algorithm__rpo_alpha": 0.2,
+        "algorithm__symmetry": "both",
         **GROUPS,
     },
     "rollouts": {
@@ -141,8 +142,9 @@ ROLES = {
 def test_placements_with_one_learner_equal_one_process(
     name: str, cached_run: CachedRuns, tmp_path: Path
 ) -> None:
-    """In "apart" the critic reads a group of observations of its own; "crossed" has a user's
-    network; in "colocated" the policy has memory; "rollouts" has two passes and filters groups.
+    """In "apart" samples are mirrored and the critic reads a group of observations of its own;
+    "crossed" has a user's network; in "colocated" the policy has memory; "rollouts" has two passes
+    and filters groups.
     """
     run_dir, options = tmp_path / "run", EQUAL_TO_LOCAL[name]
     sections = ("env__", "model__", "algorithm__")
@@ -251,13 +253,23 @@ RECURRENT: dict[str, Any] = {
 }
 
 
+MIRRORED = {
+    **RECURRENT,
+    "env__id": "Go1Joystick",
+    "env__num_threads": 1,
+    "env__max_episode_steps": 12,
+    "algorithm__symmetry": "both",
+}
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [RECURRENT, MIRRORED], ids=["plain", "symmetry"])
 def test_recurrent_policy_with_two_learners_equals_one_process(
-    cached_run: CachedRuns, tmp_path: Path
+    options: dict[str, Any], cached_run: CachedRuns, tmp_path: Path
 ) -> None:
-    """Each learner has half of the columns of a minibatch, with their states."""
-    metrics = train(tmp_path / "run", **TWO_LEARNERS["hybrid"], cluster__shard=True, **RECURRENT)
-    local = cached_run(**RECURRENT)
+    """Each learner has half of the columns of a minibatch, with their states and images."""
+    metrics = train(tmp_path / "run", **TWO_LEARNERS["hybrid"], cluster__shard=True, **options)
+    local = cached_run(**options)
     assert_close(metrics, rows(local))
     run_helpers.assert_states_close(weights(tmp_path / "run", 3), weights(local, 3))
 

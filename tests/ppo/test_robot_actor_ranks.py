@@ -6,6 +6,7 @@ Ranks are threads that communicate by gloo.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import reduce
@@ -21,6 +22,7 @@ from embodied_envs.base.errors import TrainingError
 from embodied_ppo.core.collectives import RankGroup, Ranks
 from embodied_ppo.core.types import Mean, Metrics, Trajectory
 from embodied_ppo.ppo.robot_actor import RobotActor
+from tests.ppo import test_symmetry as symmetric
 from tests.ppo.test_robot_actor import (
     EVERYTHING,
     N,
@@ -60,7 +62,11 @@ def merged(metrics: list[Metrics]) -> dict[str, float]:
 
 
 def learned(
-    world: int, options: dict[str, Any], trajectory: Trajectory, **arguments: Any
+    world: int,
+    options: dict[str, Any],
+    trajectory: Trajectory,
+    make: Callable[..., Any] = make,
+    **arguments: Any,
 ) -> tuple[list[Any], list[Any]]:
     """Return weights and metrics of every rank after two updates."""
     learners = []
@@ -119,9 +125,27 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("world", [2, 4])
 def test_number_of_ranks_does_not_change_result(case: str, world: int) -> None:
     options = FULL_BATCH | CASES[case] | {"global_batch_size": T * N}
-    trajectory = experience(make(options), noise=0.2)
-    single, metrics_of_ranks = learned(1, options, trajectory)
-    weights_of_ranks, metrics = learned(world, options, trajectory)
+    assert_equal(world, options, experience(make(options), noise=0.2))
+
+
+@pytest.mark.parametrize("symmetry", ["augment", "loss", "both"])
+@pytest.mark.parametrize("recurrent", [None, "gru"])
+def test_ranks_mirror_their_columns(symmetry: str, recurrent: str | None) -> None:
+    """The second update continues the memory of the images, which every rank has."""
+    model = {} if recurrent is None else {"recurrent": recurrent, "recurrent_size": 4}
+    columns = {"minibatch_unit": "column", "horizon": symmetric.T} if recurrent else {}
+    size = symmetric.T * symmetric.N
+    options = {**FULL_BATCH, "symmetry": symmetry, **columns, "global_batch_size": size}
+    trajectory = symmetric.experience(symmetric.make(options, **model))
+    assert_equal(2, options, trajectory, make=symmetric.make, **model)
+
+
+def assert_equal(
+    world: int, options: dict[str, Any], trajectory: Trajectory, **arguments: Any
+) -> None:
+    """Assert that ranks get the weights and metrics of one learner."""
+    single, metrics_of_ranks = learned(1, options, trajectory, **arguments)
+    weights_of_ranks, metrics = learned(world, options, trajectory, **arguments)
     for name, x in single[0].items():
         for other in weights_of_ranks:
             assert torch.equal(other[name], weights_of_ranks[0][name]), (
