@@ -22,7 +22,7 @@ class LanguageMemoryEstimator(MemoryEstimator):
     """See ``MemoryEstimator``. Graders and reward models are not counted."""
 
     def __init__(self, config: Config) -> None:
-        """Build actor and critic on the CPU, and read the prompts for the longest sequence.
+        """Build actor and critic without weights, and read the prompts for the longest sequence.
 
         Raises ConfigError.
         """
@@ -31,11 +31,13 @@ class LanguageMemoryEstimator(MemoryEstimator):
         # Caches and activations depend on the longest sequence, so all prompts are read.
         tokenizer = language_inputs.make_tokenizer(config)
         train, held_out = language_inputs.read_prompts(config, tokenizer, lambda line: None)
-        self.policy = language_models.make_policy(config, tokenizer, cpu)
+        self.policy = language_models.make_policy(config, tokenizer, cpu, weights=False)
         prompts = [*train, *held_out]
         self.longest = language_inputs.check_length(self.policy, prompts, a.response_length)
         uses_critic = "critic" in validation.roles(config)
-        self.critic = language_models.make_critic(config, self.policy, cpu) if uses_critic else None
+        self.critic = None
+        if uses_critic:
+            self.critic = language_models.make_critic(config, self.policy, cpu, weights=False)
 
     def estimate_memory(
         self, placed: placement.Plan, micro_batch_size: int | None = None
@@ -59,6 +61,7 @@ class LanguageMemoryEstimator(MemoryEstimator):
             need: dict[str, int] = dict.fromkeys(PURPOSES, 0)
             roles = group.roles
             rolls_out, models = "rollout" in roles, list[dict[str, int]]()
+            counted = set[int]()  # models with adapters share frozen parameters
             if rolls_out:
                 # One row of the cache for each response that is decoded at the same time.
                 slots = min(language_inputs.slots(config), sequences // acts)
@@ -69,14 +72,16 @@ class LanguageMemoryEstimator(MemoryEstimator):
                     models.append({"weights": decode_model.copy_bytes(policy)})
             # Acting and learning share one copy of the weights.
             if "actor" in roles:
-                models.append(self._trained_bytes(policy, learners, acts=rolls_out))
+                models.append(self._trained_bytes(policy, learners, counted, acts=rolls_out))
             elif rolls_out:
-                models.append({"weights": memory_estimate.model_bytes(policy)["weights"]})
+                models.append({"weights": memory_estimate.model_bytes(policy, counted)["weights"]})
             if "critic" in roles:
-                models.append(self._trained_bytes(self.critic, learners))
+                models.append(self._trained_bytes(self.critic, learners, counted))
             # The reference is a copy of the actor that is never trained.
             if "reference" in roles:
-                models.append({"weights": self._trained_bytes(policy, learners)["weights"]})
+                counted = counted if config.actor.model.lora_rank else set()
+                size = self._trained_bytes(policy, learners, counted)["weights"]
+                models.append({"weights": size})
             for model in models:
                 for purpose, size in model.items():
                     need[purpose] += size
@@ -91,11 +96,14 @@ class LanguageMemoryEstimator(MemoryEstimator):
             needs[group.name] = need
         return needs
 
-    def _trained_bytes(self, model: Any, learners: int, *, acts: bool = False) -> dict[str, int]:
+    def _trained_bytes(
+        self, model: Any, learners: int, counted: set[int], *, acts: bool = False
+    ) -> dict[str, int]:
         """Return the bytes of a trained model and its optimiser."""
+        # Each sharded model has shards of its own.
         if self.config.cluster.shard:
             return memory_estimate.sharded_bytes(model, learners, acts=acts)
-        return memory_estimate.model_bytes(model)
+        return memory_estimate.model_bytes(model, counted)
 
     def _step(self, role: str, learners: int, limit: int) -> int:
         """Return the bytes of one forward and backward pass of at most ``limit`` responses."""

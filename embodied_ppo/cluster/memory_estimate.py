@@ -76,11 +76,19 @@ def nbytes(tensors: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tree.leaves(tensors))
 
 
-def model_bytes(model: nn.Module) -> dict[str, int]:
-    """Return the bytes of a trained model: weights (with buffers), gradients and optimiser."""
+def model_bytes(model: nn.Module, counted: set[int] | None = None) -> dict[str, int]:
+    """Return the bytes of a trained model: weights (with buffers), gradients and optimiser.
+
+    Args:
+        model: The model.
+        counted: Identities of tensors that are counted already; those of the model are added.
+    """
     # AdamW keeps two moments per trained parameter.
     gradients = nbytes([p for p in model.parameters() if p.requires_grad])
-    weights = nbytes([*model.parameters(), *model.buffers()])
+    counted = set() if counted is None else counted
+    tensors = [x for x in (*model.parameters(), *model.buffers()) if id(x) not in counted]
+    counted.update(map(id, tensors))
+    weights = nbytes(tensors)
     return {"weights": weights, "gradients": gradients, "optimiser": 2 * gradients}
 
 

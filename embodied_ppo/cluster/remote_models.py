@@ -168,14 +168,23 @@ class _RemoteModel:
 
     role: str
 
-    def __init__(self, client: Client, device: torch.device) -> None:
+    def __init__(self, client: Client, device: torch.device, *, pretrained: bool) -> None:
+        """Connect to the model.
+
+        Args:
+            client: Connection to its process.
+            device: Device of the results.
+            pretrained: Whether that process has read the weights that the model starts from;
+                otherwise it starts from those of the actor.
+        """
         self.client, self.target, self.device = client, client.new_target(), device
+        self.pretrained = pretrained
 
     def initialize(self, actor: LanguagePolicy) -> None:
-        """Send the actor's weights, which the model starts from."""
-        self.client.request(
-            "initialize", self.target, serialize_state(actor.state_dict()), role=self.role
-        )
+        """Send the actor's weights, unless the model has its own."""
+        if not self.pretrained:
+            weights = serialize_state(actor.state_dict())
+            self.client.request("initialize", self.target, weights, role=self.role)
 
     def state(self) -> dict[str, Any]:
         """Return the state of the model in the other process."""
@@ -193,24 +202,7 @@ class _RemoteModel:
 class RemoteCritic(_RemoteModel):
     """``Critic`` of another process; it is trained there while this process trains the actor."""
 
-    role = "critic"
-
-    def __init__(self, client: Client, device: torch.device, *, pretrained: bool) -> None:
-        """Connect to the critic.
-
-        Args:
-            client: Connection to its process.
-            device: Device of the returned values.
-            pretrained: Whether the critic has its own pretrained model, and so does not start from
-                the actor's weights.
-        """
-        super().__init__(client, device)
-        self.pretrained, self.learning_rate = pretrained, 0.0
-
-    def initialize(self, actor: LanguagePolicy) -> None:
-        """Send the actor's weights unless the critic has its own model."""
-        if not self.pretrained:
-            super().initialize(actor)
+    role, learning_rate = "critic", 0.0
 
     def values(self, obs: Rows, mask: Tensor) -> Tensor:
         """See ``Critic``."""

@@ -77,7 +77,7 @@ MEMORY_HINTS = {
     "weights": "use a smaller model, cluster.shard=true, or devices for each role",
 }
 """Purpose that needs most memory -> what reduces it."""
-STATE_HINT = "train adapters (model.lora_rank), or write cluster.shard=true"
+STATE_HINT = "train adapters (lora_rank), or write cluster.shard=true"
 """What reduces gradients and the state of the optimiser."""
 
 

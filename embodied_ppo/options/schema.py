@@ -883,6 +883,10 @@ class LanguageModelConfig:
     gradient_checkpointing: bool = False
     """Recompute the activations of each layer in the backward pass instead of storing them: less
     memory, about a third more time."""
+    lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = option(0, read_if=is_set("actor.model.path"))
+    """Rank of low-rank adapters on the linear layers (Hu et al. 2021), scaled by 32 / lora_rank.
+    All other weights stay frozen, those of these layers in the type dtype; actor, critic and
+    reference of a process share them, and checkpoints contain no others. 0: none."""
 
 
 @dataclass(frozen=True)
@@ -894,11 +898,22 @@ class ActorConfig:
     character)."""
 
 
+CRITIC_FILES = ReadIf(
+    "actor.model.path or critic.model.path",
+    lambda c: c.actor.model.path is not None or c.critic.model.path is not None,
+)
+
+
 @dataclass(frozen=True)
 class CriticModelConfig:
     path: Text | None = None
     """Directory of the critic's model, a second model with a value head; null: a copy of the actor.
     It computes in the type of actor.model.dtype and with actor.model.gradient_checkpointing."""
+    lora_rank: Annotated[int, Limit(ge=0, le=10**5)] | None = option(
+        None, read_if=(CRITIC_MODEL, CRITIC_FILES)
+    )
+    """Rank of adapters on the critic, beside a value head that is trained whole; 0: all weights are
+    trained; null: actor.model.lora_rank."""
 
 
 @dataclass(frozen=True)
@@ -1322,8 +1337,8 @@ class ExportConfig:
     """New directory: weights, configuration and tokenizer of a language model, the deployment
     bundle of a robot policy; required."""
     lora: Literal["merged", "adapter"] = "merged"
-    """Policies with model.lora_rank. merged: write the whole model with the adapters added.
-    adapter: write only what was trained, in the layout of peft, for use with model.checkpoint."""
+    """Models with adapters. merged: write the whole model with the adapters added. adapter: write
+    only what was trained, in the layout of peft, for use with the model that it was trained on."""
 
 
 @dataclass(frozen=True)

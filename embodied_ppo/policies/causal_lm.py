@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.policies.backbone import InferenceModule
 from embodied_ppo.policies.checkpoint_files import (
+    LOCAL,
     LOCAL_WEIGHTS,
     check_finite,
     config_errors,
     import_transformers,
 )
 from embodied_ppo.policies.decoder import Decoder, ModuleReference
+from embodied_ppo.policies.initialization import replace_meta_tensors
+from embodied_ppo.policies.lora import Adapted
 from embodied_ppo.policies.token_statistics import Head, TokenStatistics
 
 LOGIT_BYTES = 64 << 20
@@ -97,7 +100,7 @@ def logit_bytes(kind: str, memory: int | None) -> int:
     return max(LOGIT_BYTES, min(CUDA_LOGIT_BYTES, memory // 64))
 
 
-class LanguagePolicy(InferenceModule):
+class LanguagePolicy(InferenceModule, Adapted):
     """π(token | all tokens before it), at the temperature of the rollouts."""
 
     def __init__(
@@ -242,7 +245,7 @@ class LanguagePolicy(InferenceModule):
         return log_p.gather(-1, action.unsqueeze(-1)).squeeze(-1), entropies, distance
 
 
-class LanguageCritic(InferenceModule):
+class LanguageCritic(InferenceModule, Adapted):
     """V(all tokens so far): a complete model with one output per token.
 
     The head is zero at the start, so that V is 0 everywhere. With a random head the value loss
@@ -292,6 +295,7 @@ def load(
     section: str,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    weights: bool = True,
 ) -> Any:
     """Load transformers' causal language model from a directory, or build a new one.
 
@@ -303,6 +307,7 @@ def load(
         section: Section of the options, for messages.
         dtype: Type of the weights.
         device: Device of the weights.
+        weights: False: read config.json only; parameters are tensors without memory.
 
     Raises:
         ConfigError: The directory cannot be read, or the architecture is not supported.
@@ -318,16 +323,23 @@ def load(
                     " transformers wrote (hf download NAME --local-dir DIR), or leave path null for"
                     " a new, small model"
                 )
+            config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
+        else:
+            fields = dict(architecture)
+            config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+        if path is not None and weights:
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 path, dtype=dtype, **LOCAL_WEIGHTS
             )
             check_finite(model.named_parameters(), f"{section}.path={path}")
         else:
-            fields = dict(architecture)
-            config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=False
-            )
+            with nullcontext() if weights else torch.device("meta"):
+                model = transformers.AutoModelForCausalLM.from_config(
+                    config, dtype=dtype, trust_remote_code=False
+                )
+    if not weights:
+        replace_meta_tensors(model)
+        return model.eval()
     model = model.to(device).eval()
     # A model of another architecture raises errors in our forward pass, or gives other logits.
     problem = f"{section}: {type(model).__name__} differs from models of the Llama family ("

@@ -131,11 +131,11 @@ def check_supported(label: str, name: str, value: Any, *supported: Any) -> None:
 
 
 def copy_permissions(folder: str | Path) -> None:
-    """Give safetensors files the permissions of config.json beside them.
+    """Give safetensors files the permissions of a JSON file beside them.
 
     safetensors writes files that only their owner may read.
     """
-    mode = (Path(folder) / "config.json").stat().st_mode & 0o777
+    mode = next(Path(folder).glob("*.json")).stat().st_mode & 0o777
     for file in Path(folder).glob("*.safetensors"):
         file.chmod(mode)
 

@@ -278,7 +278,7 @@ class Decoder(InferenceModule):
         """
         if not ids.is_cuda or torch.cuda.is_current_stream_capturing() or _varlen_kernel() is None:
             return False
-        dtype = self.layers[0].self_attn.v_proj.weight.dtype
+        dtype = next(self.layers[0].self_attn.v_proj.parameters()).dtype  # frozen, with adapters
         if dtype == torch.float32 and torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
         length = ids.shape[1]

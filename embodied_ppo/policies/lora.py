@@ -12,7 +12,8 @@ in float32. Call it after ``adapt`` and ``requires_grad_``, and run the forward 
 ``project((q_proj, k_proj, v_proj), x)`` applies layers to one input; their adapters then share the
 product with A and its gradient. Layers without adapters are called one after another.
 
-``merge(language)`` adds the adapters to the weights and restores plain linear layers.
+``merge(language)`` adds the adapters to the weights and restores plain linear layers;
+``remove(language)`` restores the layers without adapters.
 
 ``Adapted`` is a base class of policies. After ``set_base_weights(folder)`` a state_dict holds the
 trained parameters and, as ``BASE``, the digest of the directory with the frozen ones;
@@ -26,7 +27,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ class LoRALinear(nn.Module):
         """
         super().__init__()
         self.base_layer, self.scale = base_layer, alpha / rank
+        self.in_features, self.out_features = base_layer.in_features, base_layer.out_features
         down = nn.Linear(base_layer.in_features, rank, bias=False)
         up = nn.Linear(rank, base_layer.out_features, bias=False)
         # ``nn.Linear`` has drawn A already. It is drawn again so that a seed gives the adapters
@@ -71,7 +73,7 @@ class LoRALinear(nn.Module):
         self.lora_A: Any = nn.ModuleDict({"default": down})
         self.lora_B: Any = nn.ModuleDict({"default": up})
         for adapter in (down, up):
-            adapter.to(base_layer.weight.device, base_layer.weight.dtype)
+            adapter.weight.data = adapter.weight.data.to(base_layer.weight)
 
     @property
     def a(self) -> Tensor:
@@ -82,6 +84,16 @@ class LoRALinear(nn.Module):
     def b(self) -> Tensor:
         """(alpha / rank) B, [O, rank]."""
         return self.lora_B["default"].weight * self.scale
+
+    @property
+    def weight(self) -> Tensor:
+        """A new tensor W + (alpha / rank) B A, [O, D], of the wider of their types."""
+        return self.base_layer.weight + self.b @ self.a
+
+    @property
+    def bias(self) -> Tensor | None:
+        """b, [O]."""
+        return self.base_layer.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [.., D] to [.., O]."""
@@ -184,13 +196,36 @@ def merge(module: nn.Module) -> None:
     """Replace adapted layers by linear layers with weight W + (alpha / rank) B A, in the type
     of W.
     """
-    adapted = [
-        (name, layer) for name, layer in module.named_modules() if isinstance(layer, LoRALinear)
-    ]
-    for name, layer in adapted:
+    for layer in adapted_layers(module).values():
         with torch.no_grad():
             layer.base_layer.weight += layer.b @ layer.a
+    remove(module)
+
+
+def remove(module: nn.Module) -> None:
+    """Replace adapted layers by their frozen linear layers."""
+    for name, layer in adapted_layers(module).items():
         module.set_submodule(name, layer.base_layer)
+
+
+def adapted_layers(module: nn.Module) -> dict[str, LoRALinear]:
+    """Return the layers with adapters by name."""
+    return {name: x for name, x in module.named_modules() if isinstance(x, LoRALinear)}
+
+
+def merged_state(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of ``module`` after ``merge``, one after another."""
+    adapted = adapted_layers(module)
+    for key, x in module.state_dict().items():
+        owner, _, kind = key.replace(".base_layer.", ".").rpartition(".")
+        if ".lora_" not in key:
+            is_sum = owner in adapted and kind == "weight"
+            yield f"{owner}.{kind}", (adapted[owner].weight if is_sum else x).detach()
+
+
+def shared(module: nn.Module) -> dict[int, Any]:
+    """Return the memo with which ``copy.deepcopy`` shares frozen parameters."""
+    return {id(p): p for p in module.parameters() if not p.requires_grad}
 
 
 # ---------------------------------------------------------------------------------------- precision
@@ -249,18 +284,21 @@ class Adapted(nn.Module):
 
     base: Tensor | None = None
     """Digest of the base weights, see BASE; None: checkpoints hold all weights."""
-    folder: str = ""
+    source: str = ""
+    """Option and directory of the base weights, for messages."""
 
-    def set_base_weights(self, folder: str | Path) -> None:
-        """Exclude frozen parameters from the state_dict; ``folder`` holds them."""
-        self.base, self.folder = digest(folder), str(folder)
+    def set_base_weights(self, folder: str | Path, option: str = "model.checkpoint") -> None:
+        """Exclude frozen parameters from the state_dict; ``folder``, of an option, holds them."""
+        self.base, self.source = digest(folder), f"{option}={folder}"
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """Return all weights, or with ``base`` the trained ones and its digest."""
         state = super().state_dict(*args, **options)
         if self.base is None:
             return state
-        frozen = {name for name, p in self.named_parameters() if not p.requires_grad}
+        # Tied weights have two names.
+        parameters = self.named_parameters(remove_duplicate=False)
+        frozen = {name for name, p in parameters if not p.requires_grad}
         return {name: x for name, x in state.items() if name not in frozen} | {BASE: self.base}
 
     def load_state_dict(
@@ -278,7 +316,7 @@ class Adapted(nn.Module):
         if base is None or not torch.equal(base.cpu(), self.base):
             expected = "none" if base is None else f"{_hex(base)}…"
             raise CheckpointError(
-                f"model.checkpoint={self.folder}: its digest is {_hex(self.base)}…, the one that"
+                f"{self.source}: its digest is {_hex(self.base)}…, the one that"
                 f" adapters were trained on {expected}; name the directory that the run named, as"
                 " it was then"
             )
@@ -289,7 +327,7 @@ class Adapted(nn.Module):
         return super().load_state_dict(state, strict=False, assign=assign)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Adapted:
-        memo |= {id(p): p for p in self.parameters() if not p.requires_grad}
+        memo |= shared(self)
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         other.__dict__.update(copy.deepcopy(self.__dict__, memo))

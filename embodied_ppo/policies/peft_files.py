@@ -40,11 +40,10 @@ def save(
     *,
     rank: int,
     alpha: float,
+    task: str | None = None,
 ) -> None:
-    """Write an adapter of the model in ``source``, and copy the other files except weights.
-
-    ``use_peft`` is added to lerobot's config.json, so that lerobot reads the base model and the
-    adapter.
+    """Write an adapter of the model in ``source``; without ``task``, copy the other files except
+    weights, and add ``use_peft`` to lerobot's config.json, so that it reads model and adapter.
 
     Args:
         parameters: Weights by their names in the publisher's model, ``M.lora_A.weight``.
@@ -52,6 +51,8 @@ def save(
         out: Directory to write.
         rank: Rank of the adapters.
         alpha: Scale of the adapters, see ``lora.LoRALinear``.
+        task: Task of a model of transformers, in peft's names. Nothing is copied, because
+            transformers takes a directory with config.json for a whole model.
 
     Raises:
         OSError: A file cannot be read or written.
@@ -59,13 +60,13 @@ def save(
     from safetensors.torch import save_file
 
     source, out = Path(source).resolve(), Path(out)
-    weights = [f.name for f in source.iterdir() if _holds_weights(f)]
-    shutil.copytree(
-        source, out, dirs_exist_ok=True, ignore=lambda *_: weights, copy_function=shutil.copyfile
-    )
-    raw = read_json(out / "config.json", f"model.checkpoint={source}", "download it again")
-    if "type" in raw:
-        _write_json(out / "config.json", raw | {"use_peft": True})
+    if task is None:
+        ignored = [f.name for f in source.iterdir() if _holds_weights(f)]
+        copy = {"ignore": lambda *_: ignored, "copy_function": shutil.copyfile}
+        shutil.copytree(source, out, dirs_exist_ok=True, **copy)
+        raw = read_json(out / "config.json", f"model.checkpoint={source}", "download it again")
+        if "type" in raw:
+            _write_json(out / "config.json", raw | {"use_peft": True})
     modules = {False: set[str](), True: set[str]()}
     for name in parameters:
         adapted = any(part in name for part in ADAPTERS)
@@ -74,7 +75,7 @@ def save(
         out / CONFIG,
         {
             "peft_type": "LORA",
-            "task_type": None,
+            "task_type": task,
             "base_model_name_or_path": str(source),
             "r": rank,
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,

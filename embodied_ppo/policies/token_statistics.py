@@ -184,7 +184,9 @@ class TokenStatistics(torch.autograd.Function):
             log_prob_factor = by_distance if others is None else others + by_distance
             constant = constant + by_distance * distance.unsqueeze(1)
         hidden_grad = torch.empty_like(hidden)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight_grad = None
+        if ctx.needs_input_grad[1]:  # not with adapters
+            weight_grad = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(action), head.rows):
             rows = slice(start, start + head.rows)
             factors = (by_log_prob, log_prob_factor, by_distance)
@@ -199,6 +201,8 @@ class TokenStatistics(torch.autograd.Function):
                 *(x if x is None else x[rows] for x in factors),
             )
             torch.mm(d, weight, out=hidden_grad[rows])
-            weight_grad.add_(d.T @ hidden[rows])
+            if weight_grad is not None:
+                weight_grad.add_(d.T @ hidden[rows])
             del d
-        return hidden_grad.to(hidden_type), weight_grad.to(weight_type), *[None] * 4
+        weight_grad = None if weight_grad is None else weight_grad.to(weight_type)
+        return hidden_grad.to(hidden_type), weight_grad, *[None] * 4

@@ -98,7 +98,7 @@ class LocalCritic:
         self.optimizer = MinibatchOptimizer(
             CriticLoss(critic, config, length=length),
             # The optimiser has a group each for actor and critic; here the first one is empty.
-            {"actor": [], "critic": list(critic.parameters())},
+            {"actor": [], "critic": [p for p in critic.parameters() if p.requires_grad]},
             config,
             TokenBudgetCutter(columns, tokens, config.micro_batch_size),
             buffers=[name for name, _ in critic.named_buffers()],
@@ -152,7 +152,8 @@ class LocalCritic:
 
     def state_tensors(self) -> Any:
         # The gradients of the last minibatch stay allocated until the next one.
-        return [self.state(), [p.grad for p in self.module.parameters() if p.grad is not None]]
+        parameters = [*self.module.parameters()]
+        return [self.state(), parameters, [p.grad for p in parameters if p.grad is not None]]
 
     def close(self) -> None:
         self.optimizer.close()

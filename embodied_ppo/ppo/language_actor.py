@@ -18,6 +18,7 @@ from embodied_ppo.core import compile
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Batch, Evaluation, Trajectory
 from embodied_ppo.options.schema import AlgorithmConfig
+from embodied_ppo.policies import lora
 from embodied_ppo.policies.causal_lm import LanguagePolicy
 from embodied_ppo.policies.decoder import ModuleReference
 from embodied_ppo.ppo import kl
@@ -86,7 +87,8 @@ class FrozenReference:
         columns: int | None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Freeze ``policy``; ``tokens`` and ``columns`` are the limits of a forward pass."""
+        """Freeze ``policy`` without its adapters; the others are limits of a forward pass."""
+        lora.remove(policy)
         self.policy, self.ranks = policy.requires_grad_(False), ranks or Ranks()
         # A reference needs as much memory for its weights as the policy, so it is sharded, too.
         self.ranks.shard(policy, POLICY_METHODS)
@@ -109,7 +111,7 @@ class FrozenReference:
         self.policy.load_state_dict(self.ranks.shard_state(self.policy, state))
 
     def state_tensors(self) -> Any:
-        return list(self.policy.state_dict().values())
+        return list(self.policy.parameters())  # with adapters, a state_dict lacks the base
 
 
 # -------------------------------------------------------------------------------------------- actor
@@ -318,7 +320,7 @@ def language_ppo(
     optimizer = MinibatchOptimizer(
         TokenLoss(policy, config, length=length, reference=actor.local_reference),
         # The critic is a separate model with an optimiser of its own.
-        {"actor": list(policy.parameters()), "critic": []},
+        {"actor": [p for p in policy.parameters() if p.requires_grad], "critic": []},
         config,
         TokenBudgetCutter(columns, tokens, config.micro_batch_size),
         updates=updates,

@@ -7,6 +7,7 @@ the driver calls the ``Worker`` of each of them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -36,7 +37,7 @@ from embodied_ppo.imitation.supervised_finetuning import warm_start
 from embodied_ppo.options.reward_groups import rollout_groups
 from embodied_ppo.options.schema import AlgorithmConfig, Config
 from embodied_ppo.policies.causal_lm import LanguagePolicy
-from embodied_ppo.policies.language_models import critic_config, make_critic, make_policy
+from embodied_ppo.policies.language_models import critic_config, critic_rank, make_critic
 from embodied_ppo.ppo import agreement
 from embodied_ppo.ppo.critic import LocalCritic
 from embodied_ppo.ppo.language_actor import FrozenReference, language_ppo, log_prob_batch_size
@@ -136,7 +137,10 @@ def build(
 
     # Learner of the actor.
     if "actor" in roles:
-        clients = process.clients.get("reference", ())
+        remote = None
+        if clients := process.clients.get("reference", ()):
+            pretrained = config.actor.model.lora_rank > 0  # its process has read the directory
+            remote = RemoteReference(clients[0], spec.device, pretrained=pretrained)
         learner = language_ppo(
             policy,
             critic,
@@ -145,7 +149,7 @@ def build(
             # Sequences of all ranks: rewards and advantages are computed for all of them.
             num_sequences=a.rollout_batch_size * a.group_size,
             ranks=process.learners,
-            reference=RemoteReference(clients[0], spec.device) if clients else None,
+            reference=remote,
             notice=messages.notice,
             **_learner_options(spec, a, messages),
         )
@@ -221,8 +225,10 @@ def _critic(
     # Estimators such as grpo read no values.
     if not clients:
         return None, None
-    # A critic without weights of its own starts from those of the actor.
+    # A critic without weights of its own starts from those of the actor. With adapters, its process
+    # has read those of the directory.
     pretrained = config.critic.model.path is not None or _has_initial_critic(spec)
+    pretrained = pretrained or config.actor.model.lora_rank > 0 or critic_rank(config) > 0
     return RemoteCritic(clients[0], device, pretrained=pretrained), None
 
 
@@ -241,7 +247,7 @@ def _reference(spec: RunSpec, roles: Sequence[str], inputs: Inputs) -> FrozenRef
         return None
     a, policy = spec.config.algorithm, inputs.policy
     if "rollout" in roles:  # the weights of the policy will change
-        policy = make_policy(spec.config, inputs.tokenizer, spec.device)
+        policy = copy.deepcopy(policy)
     return FrozenReference(policy, tokens=a.micro_batch_tokens, columns=log_prob_batch_size(a))
 
 

@@ -33,6 +33,7 @@ def check(config: Config) -> None:
     )
     from_files, new_model = d.task is None, model.path is None
     no_eval = from_files and not d.eval
+    rank = max(model.lora_rank, config.critic.model.lora_rank or 0)
     refusals: dict[str, object] = {
         f"write algorithm.loss_type=actor: {a.loss_type} is the loss of a model with a value"
         " head": a.loss_type != "actor",
@@ -56,6 +57,9 @@ def check(config: Config) -> None:
         "remove algorithm.micro_batch_tokens and algorithm.micro_batch_size, or write"
         " compile=never: minibatches of compile = always have one"
         " shape": config.compile == "always" and (a.micro_batch_tokens or a.micro_batch_size),
+        f"write compile=never: adapters (lora_rank = {rank}) are not compiled": config.compile
+        == "always"
+        and rank,
         f"write warm_start.steps=0: {config.warm_start.steps} steps are for a new model"
         " (actor.model.path=null) and"
         " rollout.engine=builtin": (vllm or not new_model) and config.warm_start.steps,

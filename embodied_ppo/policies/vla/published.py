@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from embodied_envs.base.errors import ConfigError, choose
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.checkpoint_files import read_json
+from embodied_ppo.policies.initialization import replace_meta_tensors
 from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files
 from embodied_ppo.policies.vla.openvla_heads import ActionHead, StateProjector
 from embodied_ppo.policies.vla.pi0 import PI0
@@ -113,7 +113,7 @@ def policy_of_sizes(env: Any, config: ModelConfig, **options: Any) -> PI0 | Publ
     else:
         sizes_class = _TokenSizes if config.policy == "token" else _RegressionSizes
         policy = sizes_class(*spaces, closes=env.gripper_closes, **options)
-    _replace_meta_tensors(policy)
+    replace_meta_tensors(policy)
     return policy
 
 
@@ -196,21 +196,3 @@ class _TokenSizes(_OpenVLASizes, CheckpointVLA):
 
 class _RegressionSizes(_OpenVLASizes, RegressionVLA):
     """The same with the regression head."""
-
-
-def _replace_meta_tensors(module: nn.Module) -> None:
-    """Replace parameters and buffers on the meta device by fake tensors on the CPU, in place."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    copies: dict[int, Any] = {}
-    for part in module.modules():
-        for name, p in part._parameters.items():
-            if p is not None and p.is_meta:
-                if id(p) not in copies:
-                    with mode:
-                        empty = torch.empty(p.shape, dtype=p.dtype)
-                    copies[id(p)] = nn.Parameter(empty, requires_grad=p.requires_grad)
-                part._parameters[name] = copies[id(p)]
-        for name, x in part._buffers.items():
-            if x is not None and x.is_meta:
-                with mode:
-                    part._buffers[name] = torch.empty(x.shape, dtype=x.dtype)

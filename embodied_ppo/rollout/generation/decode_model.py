@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from embodied_ppo.policies.causal_lm import LanguagePolicy
 from embodied_ppo.policies.fusion import fused
+from embodied_ppo.policies.lora import LoRALinear
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Values of transformers' ``model_type`` whose layers this forward pass computes."""
@@ -48,14 +49,14 @@ def is_supported(policy: LanguagePolicy) -> bool:
         x for a, mlp in pairs for x in (a.q_proj, a.k_proj, a.v_proj, mlp.gate_proj, mlp.up_proj)
     ]
     outputs = [x for a, mlp in pairs for x in (a.o_proj, mlp.down_proj)]
-    # The forward pass below assumes SiLU, no soft cap of logits, plain linear layers (no adapters),
-    # no bias on outputs, and equally many key heads in all layers.
+    # The forward pass below assumes SiLU, no soft cap of logits, linear layers (adapters are added
+    # to the copy), no bias on outputs, and equally many key heads in all layers.
     return (
         config.model_type in FAMILIES
         and policy.model.lm_head.weight.dtype == torch.float32
         and config.hidden_act == "silu"
         and policy.softcap is None
-        and all(type(x) is nn.Linear for x in (*inputs, *outputs))
+        and all(type(x) in (nn.Linear, LoRALinear) for x in (*inputs, *outputs))
         and all(x.bias is None for x in outputs)
         and len(set(decoder.groups)) == 1
     )

@@ -18,6 +18,7 @@ from torch import Tensor
 from embodied_envs.base import random
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.policies.causal_lm import LanguagePolicy
+from embodied_ppo.policies.lora import merged_state
 from embodied_ppo.rollout.generation.engine import Generation
 from embodied_ppo.rollout.generation.sampling import Sampling
 
@@ -156,7 +157,7 @@ class VllmEngine:
     def _push(self) -> None:
         """Copy the policy's weights to vLLM and discard what it computed from older ones."""
         # Same process and device: tensors are passed, not files.
-        weights = [(name, x.detach()) for name, x in self.policy.model.state_dict().items()]
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        weights = merged_state(self.policy.model)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self.llm.reset_prefix_cache() is False:  # None where an engine does not report it
             raise RuntimeError("vLLM cannot discard its prefix cache while a request is running")

@@ -11,7 +11,13 @@ import torch
 from embodied_envs.base.errors import CheckpointError, ConfigError
 from embodied_envs.base.random import env_seeds
 from embodied_ppo.evaluation import language_evaluation, robot_evaluation
-from embodied_ppo.policies import causal_lm, peft_files, robot_policy
+from embodied_ppo.policies import (
+    causal_lm,
+    language_models,
+    lora,
+    peft_files,
+    robot_policy,
+)
 from embodied_ppo.policies.checkpoint_files import copy_permissions
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pretrained import PublishedVLA
@@ -33,7 +39,7 @@ def export(path: str, out: str, *, adapter: bool = False) -> dict[str, Any]:
     Args:
         path: A checkpoint or a run directory.
         out: Directory to write.
-        adapter: Write the adapters of a policy with model.lora_rank only.
+        adapter: Write the adapters of a model with lora_rank only.
 
     Raises:
         CheckpointError, ConfigError, EnvError: The model cannot be exported, or not be written.
@@ -45,7 +51,7 @@ def export(path: str, out: str, *, adapter: bool = False) -> dict[str, Any]:
     check(run, adapter=adapter)
     with export_folder(folder):
         if trained.mode == "reasoning":
-            measurements = _write_language_model(run, folder)
+            measurements = _write_language_model(run, folder, adapter=adapter)
         elif trained.model.policy == "actor_critic":
             measurements = bundle.write(run, folder)
         else:
@@ -57,11 +63,12 @@ def export(path: str, out: str, *, adapter: bool = False) -> dict[str, Any]:
 def check(run: TrainedRun, *, adapter: bool) -> None:
     """Raise ConfigError where the model cannot be exported."""
     model, path = run.config.model, run.source.path
-    if adapter and not model.lora_rank:
+    reasoning = run.config.mode == "reasoning"
+    if adapter and not (run.config.actor.model if reasoning else model).lora_rank:
         raise ConfigError(
-            f"lora=adapter: {path.name} has no adapters (model.lora_rank=0); write lora=merged"
+            f"lora=adapter: {path.name} has no adapters (lora_rank=0); write lora=merged"
         )
-    if run.config.mode == "reasoning":
+    if reasoning:
         return
     if model.policy == "actor_critic":
         bundle.check_packages()
@@ -129,18 +136,38 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
     return {"logit_difference": float(difference)}
 
 
-def _write_language_model(run: TrainedRun, out: Path) -> dict[str, Any]:
+def _write_language_model(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
     """Write a language model with its tokenizer and read it back; return ``logit_difference``."""
     policy, tokenizer = language_evaluation.restore(run, torch.device("cpu"))
+    model, m = policy.model.float(), run.config.actor.model  # sums are float32 in any case
+    ids = torch.arange(8).unsqueeze(0) % model.get_input_embeddings().num_embeddings
+    trained = {
+        name.removeprefix("model.").replace(".default.", "."): p
+        for name, p in policy.named_parameters()
+        if p.requires_grad
+    }
+    if not adapter:
+        lora.merge(model)
+    expected = _logits(model, ids)
     with report_write_errors(out):
-        policy.model.save_pretrained(out)
+        if adapter:
+            scale = {"rank": m.lora_rank, "alpha": language_models.LORA_ALPHA}
+            peft_files.save(trained, str(m.path), out, **scale, task="CAUSAL_LM")
+        else:
+            model.save_pretrained(out)
         tokenizer.save_pretrained(out)
         copy_permissions(out)
-    exported = causal_lm.load(str(out), {}, section="out")
-    ids = torch.arange(8).unsqueeze(0) % policy.model.get_input_embeddings().num_embeddings
-    with torch.no_grad():
-        logits = exported(input_ids=ids).logits
-        difference = float((logits - policy.model(input_ids=ids).logits).abs().max())
+    if adapter:
+        peft_files.load_into(trained, out)
+    else:
+        model = causal_lm.load(str(out), {}, section="out")
+    difference = float((_logits(model, ids) - expected).abs().max())
     if difference:
         raise CheckpointError(f"out={out}: read back, logits differ by {difference:g}; report this")
     return {"logit_difference": difference}
+
+
+@torch.no_grad()
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of transformers' model, [1, L, V]."""
+    return model(input_ids=ids).logits
