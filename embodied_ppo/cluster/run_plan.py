@@ -41,10 +41,8 @@ def plan_run(config: Config, device: torch.device) -> Plan | None:
     if config.placement == "local" and not c.component_placement:
         # It runs two computations at the same time on the cores of a CPU.
         if device.type != "cpu" and config.pipeline:
-            raise ConfigError(
-                f"pipeline = true and device = {device}: only threads of a CPU work like this;"
-                " write device=cpu, or leave the option out"
-            )
+            fact = f"pipeline = true and device = {device}: only threads of a CPU work like this"
+            raise ConfigError(f"{fact}; write device=cpu, or leave the option out")
         return None
     # Roles that this run does not have, such as an unused critic, get no process.
     plan = placement.plan(

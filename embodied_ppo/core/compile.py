@@ -187,10 +187,8 @@ def _load(path: Path) -> Function:
             functions = ctypes.CDLL(file.name)
         return _Functions(path, functions).call
     except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
-        raise RuntimeError(
-            f"{path}: the compiled code cannot be loaded ({error}); delete this file, if it is"
-            " damaged"
-        ) from error
+        fact = f"{path}: the compiled code cannot be loaded ({error})"
+        raise RuntimeError(f"{fact}; delete this file, if it is damaged") from error
 
 
 class _Functions:

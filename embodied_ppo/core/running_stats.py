@@ -35,10 +35,8 @@ def expand(x: Tensor, like: Tensor) -> Tensor:
         ConfigError: The dimensions of x are not the leading ones of ``like``.
     """
     if x.shape != like.shape[: x.ndim]:
-        raise ConfigError(
-            f"mask {tuple(x.shape)}: must be the leading dimensions of {tuple(like.shape)}; check"
-            " the *_type levels"
-        )
+        fact = f"mask {tuple(x.shape)}: must be the leading dimensions of {tuple(like.shape)}"
+        raise ConfigError(f"{fact}; check the *_type levels")
     return x.reshape(x.shape + (1,) * (like.ndim - x.ndim)).expand_as(like)
 
 

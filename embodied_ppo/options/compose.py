@@ -189,10 +189,8 @@ def _demos_layers(
     groups = ("algorithm=", "model=", "placement=")
     unread |= dict(line.split("=", 1) for line in lines if line.startswith(groups))
     for path, value in unread.items():
-        raise ConfigError(
-            f"remove {path}: demos ignores {path} = {show(value)} ({label}); it reads"
-            f" {', '.join(sorted(readable))}"
-        )
+        fact = f"remove {path}: demos ignores {path} = {show(value)} ({label})"
+        raise ConfigError(f"{fact}; it reads {', '.join(sorted(readable))}")
     of_files = [
         (file, {p: v for p, v in options.items() if p in own or p.startswith("env.")})
         for file, options in files
@@ -248,10 +246,8 @@ def _layers(
             try:
                 OmegaConf.update(flags, o.key_or_group, o.value(), force_add=True)
             except (OmegaConfBaseException, TypeError, ValueError) as e:
-                raise ConfigError(
-                    f"{o.input_line} is not understood ({hydra_message(e)}); correct the value, or"
-                    " remove it"
-                ) from e
+                fact = f"{o.input_line} is not understood ({hydra_message(e)})"
+                raise ConfigError(f"{fact}; correct the value, or remove it") from e
     if resume is None and "experiment" not in groups and folders.primary in (*RESUMABLE, "clone"):
         if title := _task_name(flags):
             nodes.append(OmegaConf.create(title))
@@ -365,10 +361,8 @@ def _resolved(
             is_config = OmegaConf.is_config(selected)
             return OmegaConf.to_container(selected, resolve=True) if is_config else selected
         except (OmegaConfBaseException, RecursionError) as e:
-            raise ConfigError(
-                f"{path} = {show(value)} ({label}): {hydra_message(e)}; write a value, or name an"
-                " option that has one"
-            ) from e
+            fact = f"{path} = {show(value)} ({label}): {hydra_message(e)}"
+            raise ConfigError(f"{fact}; write a value, or name an option that has one") from e
 
     return [
         (label, {path: resolve(value, path, label) for path, value in options.items()})
@@ -394,10 +388,8 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
         )
     file = config_file(folder)
     if file is None:
-        raise CheckpointError(
-            f"name a run directory or a checkpoint inside one: resume={show_path(resume)} holds no"
-            " config.yaml"
-        )
+        hint = "name a run directory or a checkpoint inside one"
+        raise CheckpointError(f"{hint}: resume={show_path(resume)} holds no config.yaml")
     with guarded_files.refusing_damage(file, "name another run or checkpoint"):
         content = guarded_files.check_fields(strict.read_yaml(file), {})
     # The run may have been moved since: resume has its directory.

@@ -321,18 +321,14 @@ def plan(
 def _preset(name: str, hardware: Hardware, roles: Sequence[str]) -> tuple[Group, ...]:
     """Return the groups of a preset without the roles that the run does not have."""
     if "env" not in roles and "env" in PRESETS[name] and "half" in PRESETS[name]["env"]:
-        raise PlacementError(
-            f"placement = {name}: sets the simulators apart, and a language model has none; use"
-            " fused, colocated or disaggregated"
-        )
+        fact = f"placement = {name}: sets the simulators apart, and a language model has none"
+        raise PlacementError(f"{fact}; use fused, colocated or disaggregated")
     groups = list[Group]()
     for entry, devices in PRESETS[name].items():
         members = [role for role in entry.split(",") if role in roles]
         if members and "half" in devices and hardware.total < 2:
-            raise PlacementError(
-                f"placement = {name}: needs 2 devices, and there is 1; use fused or colocated, or"
-                " set cluster.devices_per_node"
-            )
+            fact = f"placement = {name}: needs 2 devices, and there is 1"
+            raise PlacementError(f"{fact}; use fused or colocated, or set cluster.devices_per_node")
         if members:
             groups.append(_group(",".join(members), devices, hardware))
     return tuple(groups)
@@ -364,10 +360,8 @@ def check_group_filter(p: Plan, group_filter: str | None, *, stages_only: bool) 
     parts = p.stages * (1 if stages_only else p.processes("rollout"))
     if group_filter is not None and parts > 1:
         where = "write" if stages_only else "place rollout in one process with"
-        raise PlacementError(
-            f"write algorithm.group_filter=null, or {where} cluster.stages=1: {group_filter}"
-            f" needs one rollout, and there are {parts}"
-        )
+        hint = f"write algorithm.group_filter=null, or {where} cluster.stages=1"
+        raise PlacementError(f"{hint}: {group_filter} needs one rollout, and there are {parts}")
 
 
 def check_numbers(
@@ -423,10 +417,8 @@ def _check_processes(p: Plan, one: str, other: str) -> None:
     """Check that the processes of two roles can be grouped. Raises PlacementError."""
     a, b = p.processes(one), p.processes(other)
     if a % b and b % a:
-        raise PlacementError(
-            f"{PATH}: {a} processes of {one} and {b} of {other}: one must divide the other; "
-            f"write processes: {b} for {one}"
-        )
+        fact = f"{PATH}: {a} processes of {one} and {b} of {other}: one must divide the other"
+        raise PlacementError(f"{fact}; write processes: {b} for {one}")
 
 
 def _check_even(option: str, value: int, unit: int, parts: str) -> None:

@@ -318,10 +318,8 @@ def _check_reward_groups(config: Config) -> None:
             )
             owner[term] = name
         if group.gae_lambda is not None and a.adv_type != "gae":
-            raise ConfigError(
-                f"remove {path}.gae_lambda, or write algorithm.adv_type=gae: otherwise gae_lambda ="
-                f" {group.gae_lambda:g} is ignored"
-            )
+            hint = f"remove {path}.gae_lambda, or write algorithm.adv_type=gae"
+            raise ConfigError(f"{hint}: otherwise gae_lambda = {group.gae_lambda:g} is ignored")
     refuse(
         groups and not any(group.weight for group in reward_groups(a)),
         f"write algorithm.reward_groups.{next(iter(groups), '')}.weight=1: the weight of every"

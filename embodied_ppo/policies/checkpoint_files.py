@@ -108,10 +108,8 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], label: str) -> None:
         # Unlike ``isfinite().all()`` this allocates no mask; NaN is the result of both extremes.
         if not all(math.isfinite(float(extreme)) for extreme in x.detach().aminmax()):
             before = f"{label}: " if label else ""
-            raise ConfigError(
-                f"{before}the weight {name} contains NaN or infinity; download it again, or use a"
-                " checkpoint of a run that has not diverged"
-            )
+            hint = f"{before}the weight {name} contains NaN or infinity; download it again"
+            raise ConfigError(f"{hint}, or use a checkpoint of a run that has not diverged")
 
 
 def check_supported(label: str, name: str, value: Any, *supported: Any) -> None:

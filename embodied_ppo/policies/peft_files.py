@@ -110,10 +110,8 @@ def load_into(parameters: Mapping[str, Tensor], folder: str | Path) -> None:
     stored = load_file(Path(folder) / WEIGHTS)
     names = {PREFIX + name: name for name in parameters}
     if different := sorted(stored.keys() ^ names.keys()):
-        raise CheckpointError(
-            f"{different[0]}: missing or unexpected in the adapter ({len(different)} in all); use"
-            " the model that it was trained with"
-        )
+        fact = f"{different[0]}: missing or unexpected in the adapter ({len(different)} in all)"
+        raise CheckpointError(f"{fact}; use the model that it was trained with")
     for key, name in names.items():
         parameters[name].copy_(stored[key])
 
@@ -128,10 +126,8 @@ def check_no_adapter(folder: str | Path) -> None:
     if (folder / CONFIG).is_file() and not any(folder.glob("model*.safetensors")):
         label = f"model.checkpoint={folder}"
         base = read_json(folder / CONFIG, label, "").get("base_model_name_or_path")
-        raise ConfigError(
-            f"{label}: holds an adapter of {base}, not a model; export with lora=merged, or merge"
-            " it with peft's merge_and_unload"
-        )
+        hint = f"{label}: holds an adapter of {base}, not a model; export with lora=merged"
+        raise ConfigError(f"{hint}, or merge it with peft's merge_and_unload")
 
 
 def _holds_weights(file: Path) -> bool:

@@ -245,10 +245,8 @@ def open_run(spec: RunSpec, messages: Messages, bar: Progress) -> Iterator[OpenR
             built.system.close()
             if error.errno not in DISK:
                 raise
-            raise ConfigError(
-                f"run_dir={spec.run_dir}: cannot be written ({error.strerror}); free space, or name"
-                " another"
-            ) from error
+            fact = f"run_dir={spec.run_dir}: cannot be written ({error.strerror})"
+            raise ConfigError(f"{fact}; free space, or name another") from error
         built_spec = replace(spec, task=task)
         run = OpenRun(
             built_spec, built, log, _sessions(spec), spec.completed_updates, messages, stack
@@ -299,10 +297,8 @@ def _raise_failure(error: Exception, run_dir: Path) -> None:
     if isinstance(error, (ConfigError, CheckpointError, EnvError)):
         raise TrainingError(str(error)) from error
     if isinstance(error, OSError) and not run_dir.exists():
-        raise TrainingError(
-            f"leave the directory of a run in place while it trains: {show_path(run_dir)} was"
-            " removed"
-        ) from error
+        hint = "leave the directory of a run in place while it trains"
+        raise TrainingError(f"{hint}: {show_path(run_dir)} was removed") from error
     # A broken or full disk, and every error of a file of the run.
     file = Path(str(getattr(error, "filename", "")))
     if isinstance(error, OSError) and (

@@ -292,10 +292,8 @@ def _initial_policy(config: Config) -> checkpoint.Checkpoint:
     # The index of a task is its place among the tasks, and names and sizes are theirs.
     before, tasks = (c.env.tasks or c.env.ids for c in (trained, config))
     if before != tasks and len(before) > 1:
-        raise ConfigError(
-            f"write env.tasks=[{','.join(before)}]: initial_policy={run_dir} reads their"
-            " observations and indices"
-        )
+        hint = f"write env.tasks=[{','.join(before)}]"
+        raise ConfigError(f"{hint}: initial_policy={run_dir} reads their observations and indices")
     check_values(config, trained, f"initial_policy={run_dir}")
     return source
 

@@ -53,10 +53,8 @@ def train(
     with started(config, explicit=explicit, quiet=quiet, **how) as (spec, messages, bar):
         # All updates are completed and reported.
         if spec.summary is not None:
-            bar.say(
-                f"{spec.run_dir}: nothing left to train and nothing changed;"
-                f" {budget_options(config)} requests more than {spec.updates} updates"
-            )
+            fact = f"{spec.run_dir}: nothing left to train and nothing changed"
+            bar.say(f"{fact}; {budget_options(config)} requests more than {spec.updates} updates")
             return dict(spec.summary)
         with open_run(spec, messages, bar) as run:
             # Only the loss of a process leads to a repetition, from the newest checkpoint.

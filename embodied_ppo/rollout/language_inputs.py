@@ -150,10 +150,8 @@ def stop_ids(config: Config, policy: LanguagePolicy, tokenizer: Any) -> tuple[in
     # The ids are sorted, so the last one is the largest.
     limit = policy.model.get_input_embeddings().num_embeddings
     if tokens and tokens[-1] >= limit:
-        raise ConfigError(
-            f"actor.model: eos_token_id {tokens[-1]} is none of the model's {limit} tokens; correct"
-            " it in the files of the model or of the tokenizer"
-        )
+        fact = f"actor.model: eos_token_id {tokens[-1]} is none of the model's {limit} tokens"
+        raise ConfigError(f"{fact}; correct it in the files of the model or of the tokenizer")
     return tokens
 
 

@@ -320,10 +320,8 @@ def find(path: str | Path, option: str = "checkpoint") -> Path:
         # A folder of several runs: name the last one in the message.
         runs = sorted({file.parents[2] for file in path.glob(f"*/checkpoints/step_*/{MANIFEST}")})
         if runs:
-            raise CheckpointError(
-                f"{option}={show_path(path)}: is no run, but holds {len(runs)}; name one, the last"
-                f" is {show_path(runs[-1])}"
-            )
+            fact = f"{option}={show_path(path)}: is no run, but holds {len(runs)}"
+            raise CheckpointError(f"{fact}; name one, the last is {show_path(runs[-1])}")
         if not any((path / name).exists() for name in ("config.yaml", "checkpoints")):
             raise CheckpointError(
                 f"name the directory of a run, such as runs/NAME/DATE-SEED, or of a checkpoint:"
@@ -373,10 +371,8 @@ def _verified(folder: Path) -> Checkpoint:
     # Folders may have any other name, but not the number of another update.
     number = STEP.fullmatch(folder.name)
     if number and int(number[1]) != manifest["update"]:
-        raise CheckpointError(
-            f"rename it, or move it out of the run: {show_path(folder)} contains update"
-            f" {manifest['update']}"
-        )
+        hint = "rename it, or move it out of the run"
+        raise CheckpointError(f"{hint}: {show_path(folder)} contains update {manifest['update']}")
     for name in (CONFIG, POLICY, TRAINING):  # other files of the manifest are not read
         with guarded_files.refusing_damage(folder / name, "use another checkpoint"):
             if name not in manifest["files"]:

@@ -145,10 +145,8 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
     if config.resume is None:
         run_dir = Path(config.run_dir) if config.run_dir else new_run_dir(config)
         if checkpoint.steps(run_dir / "checkpoints"):
-            raise ConfigError(
-                f"run_dir={show_path(run_dir)}: already contains a run; continue it with"
-                " resume=auto or name another"
-            )
+            fact = f"run_dir={show_path(run_dir)}: already contains a run"
+            raise ConfigError(f"{fact}; continue it with resume=auto or name another")
         return run_dir, None
     # auto: continue the newest run of this name and seed, or start one.
     if config.resume == "auto":
@@ -175,10 +173,8 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
     # A branch does not change the run that it leaves.
     if run_dir.resolve() != home:
         if checkpoint.steps(run_dir / "checkpoints"):
-            raise ConfigError(
-                f"run_dir={show_path(run_dir)}: holds another run already; name a new one, or leave"
-                " it out"
-            )
+            fact = f"run_dir={show_path(run_dir)}: holds another run already"
+            raise ConfigError(f"{fact}; name a new one, or leave it out")
         return run_dir, str(source)
     # In the same directory, an older checkpoint would overwrite the later ones.
     newest = next(reversed(checkpoint.steps(source.parent).values()), source).name
@@ -322,10 +318,8 @@ def check_resume(
         change = f"the run had {planned} updates, now {updates}"
         say(f"resume: {change}: lr_schedule={schedule} covers the new number")
     if source.update > updates:
-        raise ConfigError(
-            f"updates={updates}: the checkpoint {source.path} has completed {source.update}; set"
-            " more"
-        )
+        fact = f"updates={updates}: the checkpoint {source.path} has completed {source.update}"
+        raise ConfigError(f"{fact}; set more")
 
 
 @contextmanager

@@ -30,10 +30,8 @@ def check_exists(path: str | Path, option: str) -> None:
         CheckpointError: It does not exist.
     """
     if not os.path.exists(path):
-        raise CheckpointError(
-            f"{option}={show_path(path)}: does not exist; give a run directory or"
-            " runs/../checkpoints/step_*"
-        )
+        fact = f"{option}={show_path(path)}: does not exist"
+        raise CheckpointError(f"{fact}; give a run directory or runs/../checkpoints/step_*")
 
 
 def check_compared(path: str | Path) -> None:

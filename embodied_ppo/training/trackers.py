@@ -214,10 +214,8 @@ def check(config: Config) -> None:
         spec, package = importlib.util.find_spec(tool), PACKAGES[tool]
         # A folder without code, such as the wandb/ of offline runs, has no origin.
         if spec is None or spec.origin is None:
-            raise ConfigError(
-                f"trackers = {show(config.trackers)}: {package} not installed; pip install"
-                f" {package}, or leave {tool} out"
-            )
+            fact = f"trackers = {show(config.trackers)}: {package} not installed"
+            raise ConfigError(f"{fact}; pip install {package}, or leave {tool} out")
     # wandb would ask for the key, and a command without a terminal would fail or wait.
     if "wandb" in config.trackers and not _wandb_can_start():
         raise ConfigError(

@@ -227,10 +227,8 @@ def _check_observations(config: Config) -> None:
         return  # the option that is set is not read, which is refused elsewhere
     written = f"model.actor_obs = [{','.join(actor)}]"
     if critic is None:
-        raise ConfigError(
-            f"write model.critic_obs=[{','.join((*actor, 'NAME'))}]: model.critic_obs is null, but"
-            f" {written}"
-        )
+        hint = f"write model.critic_obs=[{','.join((*actor, 'NAME'))}]"
+        raise ConfigError(f"{hint}: model.critic_obs is null, but {written}")
     for name, keys in (("actor_obs", actor), ("critic_obs", critic)):
         refuse(not keys, f"model.{name} = []: names no observation; list at least one")
 

@@ -65,10 +65,8 @@ class VllmEngine:
         try:
             from vllm import LLM, SamplingParams  # pyright: ignore[reportAttributeAccessIssue]
         except ImportError as error:
-            raise ConfigError(
-                f"rollout.engine=vllm needs vLLM ({error}): pip install vllm (CUDA only), or use"
-                " rollout.engine=builtin"
-            ) from error
+            hint = f"rollout.engine=vllm needs vLLM ({error}): pip install vllm (CUDA only)"
+            raise ConfigError(f"{hint}, or use rollout.engine=builtin") from error
         self.policy, self.pad_id, self.version = policy, pad_id, 0
         self._params: Any = SamplingParams
         self._device = policy.model.lm_head.weight.device
