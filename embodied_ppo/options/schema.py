@@ -704,6 +704,11 @@ class AlgorithmConfig:
     entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
     """Coefficient of the entropy in the loss (the initial coefficient where entropy_target is
     set)."""
+    entropy_end: Fraction = option(
+        1.0, read_if=positive("algorithm.entropy_bonus") & equals("algorithm.entropy_target", None)
+    )
+    """The coefficient changes linearly over the run, from entropy_bonus to entropy_end x
+    entropy_bonus: exploration at first, then a better policy."""
     rpo_alpha: NonNegative | None = option(None, mode="embodied", read_if=CONTINUOUS)
     """Robust policy optimisation (Rahman and Xue 2022): the policy loss uses the means mu + z, z ~
     U(-rpo_alpha, rpo_alpha) per sample and number, new in each pass over the rollout, so that the

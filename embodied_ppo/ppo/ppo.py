@@ -31,7 +31,15 @@ from torch import Tensor
 from embodied_envs.base import tree
 from embodied_ppo.core.running_stats import masked_sum
 from embodied_ppo.core.types import Batch, Metrics, Trajectory
-from embodied_ppo.ppo import advantages, group_advantages, losses, metrics, preparation, rewards
+from embodied_ppo.ppo import (
+    advantages,
+    group_advantages,
+    losses,
+    metrics,
+    preparation,
+    rewards,
+    schedules,
+)
 from embodied_ppo.ppo.learner_state import LearnerState
 from embodied_ppo.ppo.minibatches import PolicyLoss, Statistics
 from embodied_ppo.ppo.roles import NO_STATS, SharedCritic, with_values
@@ -77,7 +85,8 @@ class PPO(LearnerState):
             if not warmup or isinstance(self.critic, SharedCritic):
                 # Epochs x minibatches: each epoch is a new permutation of the samples, each
                 # minibatch one step of AdamW on ``PPOLoss``.
-                optimizer.loss.coefficients["entropy"] = self.entropy_coef
+                factor = schedules.entropy_factor(c, update, optimizer.updates)
+                optimizer.loss.coefficients["entropy"] = self.entropy_coef * factor
                 # Only a rollout of these weights must agree with them.
                 current = (trajectory.version == update).all()
                 optimizer.begin(batch, update, critic_only=warmup, current=current)

@@ -34,6 +34,14 @@ def learning_rate_factor(config: AlgorithmConfig, update: int, updates: int) -> 
     return 1.0
 
 
+def entropy_factor(config: AlgorithmConfig, update: int, updates: int) -> float:
+    """Return the factor of the entropy bonus in ``update`` (from 0): linear, from 1 to entropy_end.
+
+    After the last update the factor stays constant.
+    """
+    return 1.0 + (config.entropy_end - 1.0) * min(1.0, update / max(1, updates))
+
+
 def adapted_factor(factor: float, approx_kl: float, desired_kl: float) -> float:
     """Return the factor of the learning rates that keeps approx_kl near desired_kl.
 

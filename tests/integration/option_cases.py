@@ -42,6 +42,7 @@ SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
     "algorithm.clip_ratio_high": (0.01, {}),
     "algorithm.clip_ratio_c": (1.01, {}),
     "algorithm.entropy_bonus": (0.1, {}),
+    "algorithm.entropy_end": (0.0, {"algorithm.entropy_bonus": 0.1}),
     "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
     "algorithm.target_kl_stop": (1e-6, {}),
     "algorithm.use_kl_loss": (True, {}),

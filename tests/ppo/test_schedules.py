@@ -14,8 +14,16 @@ from embodied_ppo.ppo.schedules import (
     adapted_entropy_coef,
     adapted_factor,
     adapted_kl_coef,
+    entropy_factor,
     learning_rate_factor,
 )
+
+
+def test_entropy_factor_by_hand():
+    config = loader.load(AlgorithmConfig, {"entropy_bonus": 0.01, "entropy_end": 0.2})
+    factors = [entropy_factor(config, update, 10) for update in (0, 5, 10, 99)]
+    assert factors == pytest.approx([1, 0.6, 0.2, 0.2])
+    assert entropy_factor(loader.load(AlgorithmConfig, {}), 7, 10) == 1.0
 
 
 def test_learning_rate_schedules_by_hand():
