@@ -64,17 +64,19 @@ class ResponseRecorder:
         chosen = generations.selected([int(row[0]) for row in grades], self.dump)
         lengths = (t.terminated.int().argmax(0) + 1).tolist()
         # [N, T]; a masked token, or one of a response that is not trained on, has no advantage.
-        advantage = torch.where(batch.mask, batch.advantage, torch.nan).T
+        advantage = torch.where(batch.mask, batch.advantage, torch.nan).T.cpu()
+        # One transfer from the device for all responses.
+        action, log_prob = t.action.T.cpu(), t.log_prob.T.cpu()  # [N, T]
         lines = []
         for i in chosen:
             index, score, right, *terms = grades[i]
             part = slice(0, lengths[i])
-            tokens = t.action[part, i].tolist()
+            tokens = action[i, part].tolist()
             numbers = {
                 "score": score,
                 "terms": dict(zip(self.terms, terms, strict=True)),
                 "advantage": advantage[i, part].tolist(),
-                "log_prob": t.log_prob[part, i].tolist(),
+                "log_prob": log_prob[i, part].tolist(),
             }
             prompt = known[int(index)]
             right = None if math.isnan(right) else bool(right)
