@@ -188,7 +188,7 @@ print(fingerprint)
 """
     command = [sys.executable, "-c", script]
     settings = [os.environ | {"PYTHONHASHSEED": seed} for seed in ("1", "2")]
-    outputs = {subprocess.check_output(command, env=env).strip() for env in settings}
+    outputs = {subprocess.check_output(command, text=True, env=env).strip() for env in settings}
     exec(script, variables := dict[str, Any]())
     assert outputs == {variables["fingerprint"]}
 
