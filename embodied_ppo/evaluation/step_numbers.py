@@ -30,7 +30,9 @@ class StepNumbers:
             command = name.removeprefix("command_")
             values = x.double().cpu().reshape(self.n, -1)
             if name != command and (error := info.get(f"error_{command}")) is not None:
-                row = [values[:, 0], error.double().cpu().flatten(), counted.double()]
+                # Over the executed actions of a chunk; the others are NaN.
+                errors = error.double().cpu().reshape(self.n, -1).nanmean(1)
+                row = [values[:, 0], errors, counted.double()]
                 self._commands.setdefault(command, []).append(torch.stack(row))
                 continue
             valid = values.isfinite() & counted[:, None]
