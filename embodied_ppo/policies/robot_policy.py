@@ -23,7 +23,7 @@ from embodied_ppo.policies.vla.action_tokens import TokenVLA
 from embodied_ppo.policies.vla.flow_matching import FlowVLA
 from embodied_ppo.policies.vla.gaussian import GaussianVLA
 from embodied_ppo.policies.vla.pi0 import PI0
-from embodied_ppo.policies.vla.pretrained import CheckpointVLA, PublishedVLA, RegressionVLA
+from embodied_ppo.policies.vla.pretrained import CheckpointVLA, RegressionVLA
 from embodied_ppo.policies.vla.published_weights import read_kind
 
 FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
@@ -31,11 +31,14 @@ FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
     "flow": FlowVLA,
     "gaussian": GaussianVLA,
 }
-OPENVLA: dict[str, type[PublishedVLA]] = {"token": CheckpointVLA, "gaussian": RegressionVLA}
+OPENVLA: dict[str, type[CheckpointVLA] | type[RegressionVLA]] = {
+    "token": CheckpointVLA,
+    "gaussian": RegressionVLA,
+}
 
 CONSTANTS_SHOWN = 8
 """Constant inputs that a line and a report name."""
-Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | PublishedVLA"
+Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | CheckpointVLA | RegressionVLA"
 AnyPolicy: TypeAlias = "ActorCritic | Family"
 
 

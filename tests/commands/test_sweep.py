@@ -22,20 +22,10 @@ import yaml
 from embodied_ppo.commands import main, sweep
 from embodied_ppo.options import compose, config_folders, sweeps
 from embodied_ppo.options.schema import Config
+from tests.commands.test_main import TINY as ONE_UPDATE
 
-TINY = [
-    "experiment=cartpole",
-    "env.num_envs=4",
-    "algorithm.horizon=8",
-    "algorithm.global_batch_size=32",
-    "algorithm.update_epoch=1",
-    "updates=2",
-    "save_every=1",
-    "evaluation.episodes=2",
-    "evaluation.num_envs=2",
-    "evaluation.video_episodes=0",
-    "device=cpu",
-]
+TINY = [*ONE_UPDATE, "updates=2", "save_every=1", "evaluation.episodes=2", "evaluation.num_envs=2"]
+TINY.append("evaluation.video_episodes=0")
 
 
 @pytest.fixture(autouse=True)

@@ -26,28 +26,14 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # The cut of the first episode makes one more call of the environment than there are rows.
     call = (UPDATE - 1) * HORIZON + STEP + 1
     fault = {"seed": env_seeds(0, 0, 4)[ENVIRONMENT], "step": call}
-    return ep.train(
-        run_dir=tmp_path_factory.mktemp("bisect") / "run",
-        env={
-            "id": "toy_envs:toy_envs/Faulty-v0",
-            "num_envs": 4,
-            "num_threads": 0,
-            "kwargs": fault,
-        },
-        model__hidden=[16],
-        updates=40,
-        save_every=10,
-        algorithm={
-            "horizon": HORIZON,
-            "global_batch_size": 32,
-            "update_epoch": 2,
-            "reward_norm": None,
-            "reward_clip": None,
-        },
-        evaluation={"episodes": 2, "num_envs": 2, "video_episodes": 0},
-        compile="never",
-        progress=False,
-    ).run_dir
+    env = {"id": "toy_envs:toy_envs/Faulty-v0", "num_envs": 4, "num_threads": 0, "kwargs": fault}
+    algorithm = {"horizon": HORIZON, "global_batch_size": 32, "update_epoch": 2}
+    algorithm |= {"reward_norm": None, "reward_clip": None}
+    evaluation = {"episodes": 2, "num_envs": 2, "video_episodes": 0}
+    options = {"updates": 40, "save_every": 10, "compile": "never", "progress": False}
+    sections = {"env": env, "algorithm": algorithm, "evaluation": evaluation}
+    folder = tmp_path_factory.mktemp("bisect") / "run"
+    return ep.train(run_dir=folder, model__hidden=[16], **sections, **options).run_dir
 
 
 @pytest.mark.slow

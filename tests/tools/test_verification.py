@@ -17,22 +17,9 @@ from torch import Tensor
 import embodied_ppo as ep
 from embodied_ppo.commands import main
 from embodied_ppo.training import checkpoint, metrics_digest
+from tests.tools.test_reexecution import TINY as SHORT
 
-TINY = {
-    "env__num_envs": 8,
-    "updates": 10,
-    "save_every": 2,
-    "keep_last": 9,
-    "eval_every": 4,
-    "model__hidden": [8],
-    "algorithm__horizon": 16,
-    "algorithm__global_batch_size": 64,
-    "algorithm__lr_schedule": "linear",
-    "evaluation__episodes": 2,
-    "evaluation__video_episodes": 0,
-    "compile": "never",
-    "progress": False,
-}
+TINY = SHORT | {"updates": 10, "keep_last": 9, "eval_every": 4, "model__hidden": [8]}
 SEED_OF_LAST = 7
 """With this seed, ``updates=2`` selects updates 9 and 10 of the run."""
 

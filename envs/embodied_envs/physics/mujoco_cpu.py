@@ -67,8 +67,8 @@ class BatchPhysics:
         mujoco.set_mju_user_warning(_warn)
         self.model, self.cameras, self.randomization = model, cameras, randomization
         self.random_size = randomization.size
-        use_batch = stage != "forces" and Batch is not None
-        self.worlds: Any = (Batch if use_batch else _Threads)(model, num_envs, num_threads)
+        worlds: Any = _Threads if stage == "forces" or Batch is None else Batch
+        self.worlds = worlds(model, num_envs, num_threads)
         self._stage = STAGES[stage]
         arrays: dict[str, np.ndarray] = {}
         for name in dict.fromkeys([*STATE_FIELDS, *fields]):

@@ -331,7 +331,7 @@ class WarpPhysics:
         size, n = (self.cameras.size[1], self.cameras.size[0]), self.num_envs
         # mujoco_warp returns the images in the order of the model's cameras.
         self._camera_order = sorted(self.cameras.names, key=lambda n: self.model.camera(n).id)
-        images = {"render_rgb": True, "render_depth": False, "render_seg": False}
+        images: dict[str, Any] = {"render_rgb": True, "render_depth": False, "render_seg": False}
         with wp.ScopedDevice(self._warp_device):
             context = mjw.create_render_context(
                 self.model,

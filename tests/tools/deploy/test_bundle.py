@@ -112,24 +112,35 @@ def test_policy_json_names_order_units_limits_and_origin(cheetah: Path) -> None:
     assert {"torch", "onnxruntime"} <= info["versions"].keys()
 
 
+def check_returns(policy: Policy, run: Path, out: Path, rtol: float) -> None:
+    """Compare the report's returns with those of the bundle, twice: ``reset`` starts anew.
+
+    The simulator executes the bundle's actions without a mapping of its own.
+    """
+    options = EvaluateConfig(str(run), episodes=2, video=False, out=str(out))
+    checkpoint_evaluation.evaluate(options, quiet=True)
+    report = json.loads((out / "report.json").read_text())
+    config, seeds = trained_run.open_run(str(run))[2].env, evaluation_seeds(0, 2)
+    config = replace(config, action_mapping="none")
+    env = environments.make_env(seeds, config=config, device=torch.device("cpu"))
+    for _ in range(2):
+        env.restart(seeds)
+        obs, total = env.reset(), np.zeros(2)
+        policy.reset()
+        for _ in range(STEPS):
+            assert isinstance(obs, torch.Tensor)
+            step = env.step(torch.from_numpy(policy.act(obs.numpy())))
+            obs, total = step.obs, total + step.reward.double().numpy()
+        assert bool(step.truncated.all())
+        returns = [episode["return"] for episode in report["episodes"]]
+        np.testing.assert_allclose(total, returns, rtol=rtol)
+    env.close()
+
+
 def test_evaluation_through_the_bundle_gives_the_reports_return(
     cheetah: Path, policy: Policy, tmp_path: Path
 ) -> None:
-    """The simulator executes the bundle's actions without a mapping of its own."""
-    options = EvaluateConfig(str(cheetah / "run"), episodes=3, video=False, out=str(tmp_path))
-    checkpoint_evaluation.evaluate(options, quiet=True)
-    report = json.loads((tmp_path / "report.json").read_text())
-    config = replace(trained_run.open_run(str(cheetah / "run"))[2].env, action_mapping="none")
-    env = environments.make_env(evaluation_seeds(0, 3), config=config, device=torch.device("cpu"))
-    obs, total = env.reset(), np.zeros(3)
-    for _ in range(STEPS):
-        assert isinstance(obs, torch.Tensor)
-        step = env.step(torch.from_numpy(policy.act(obs.numpy())))
-        obs, total = step.obs, total + step.reward.double().numpy()
-    assert bool(step.truncated.all())
-    env.close()
-    returns = [episode["return"] for episode in report["episodes"]]
-    np.testing.assert_allclose(total, returns, rtol=1e-4)
+    check_returns(policy, cheetah / "run", tmp_path, 1e-4)
 
 
 def test_run_policy_needs_neither_torch_nor_the_package(cheetah: Path) -> None:
@@ -376,24 +387,8 @@ def test_memory_is_an_input_and_an_output(remembering: Path) -> None:
 def test_evaluation_through_a_bundle_with_memory_gives_the_reports_return(
     remembering: Path, tmp_path: Path
 ) -> None:
-    policy, path = Policy(remembering / "out"), str(remembering / "run")
-    checkpoint_evaluation.evaluate(
-        EvaluateConfig(path, episodes=2, video=False, out=str(tmp_path)), quiet=True
-    )
-    report = json.loads((tmp_path / "report.json").read_text())
-    config = replace(trained_run.open_run(path)[2].env, action_mapping="none")
-    env = environments.make_env(evaluation_seeds(0, 2), config=config, device=torch.device("cpu"))
-    for _ in range(2):  # after reset() the same again
-        env.restart(evaluation_seeds(0, 2))
-        obs, total = env.reset(), np.zeros(2)
-        policy.reset()
-        for _ in range(STEPS):
-            assert isinstance(obs, torch.Tensor)
-            step = env.step(torch.from_numpy(policy.act(obs.numpy())))
-            obs, total = step.obs, total + step.reward.double().numpy()
-        returns = [episode["return"] for episode in report["episodes"]]
-        np.testing.assert_allclose(total, returns, rtol=1e-3)
-    env.close()
+    policy = Policy(remembering / "out")
+    check_returns(policy, remembering / "run", tmp_path, 1e-3)
     with pytest.raises(BundleError, match="3 rows, and 2 in the step before"):
         policy.act(np.zeros((3, 8), np.float32))
 

@@ -187,11 +187,8 @@ def test_activation(tmp_path: Path) -> None:
     foreign.sb3(tmp_path / "x.zip", policy_class=module)
     assert read("sb3", tmp_path / "x.zip").activation == "tanh"
     foreign.sb3(tmp_path / "x.zip", policy_kwargs={"activation_fn": "<class 'my.Mish'>"})
-    refused(
-        r"name a policy with Tanh, .*: the activation of .* is <class 'my.Mish'>",
-        "sb3",
-        tmp_path / "x.zip",
-    )
+    message = r"name a policy with Tanh, .*: the activation of .* is <class 'my.Mish'>"
+    refused(message, "sb3", tmp_path / "x.zip")
 
 
 # --------------------------------------------------------------------------------------- normaliser
@@ -297,17 +294,10 @@ def test_compressed_archives(tmp_path: Path) -> None:
 def test_unknown_layers(tmp_path: Path) -> None:
     lstm = {"lstm_actor.weight_ih_l0": torch.zeros(4, 4)}
     foreign.sb3(tmp_path / "x.zip", extra=lstm)
-    refused(
-        "has layers that no network of ours contains: lstm_actor",
-        *("sb3", tmp_path / "x.zip"),
-    )
+    refused("has layers that no network of ours contains: lstm_actor", "sb3", tmp_path / "x.zip")
     cnn = {"features_extractor.cnn.0.weight": torch.zeros(8, 3, 8, 8)}
     foreign.sb3(tmp_path / "x.zip", extra=cnn)
-    refused(
-        "layers that no network of ours contains: features_extractor.cnn.0",
-        "sb3",
-        tmp_path / "x.zip",
-    )
+    refused("of ours contains: features_extractor.cnn.0", "sb3", tmp_path / "x.zip")
     foreign.sb3(tmp_path / "x.zip", use_sde=True)
     refused("gSDE", "sb3", tmp_path / "x.zip")
 
