@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_smolvla_checkpoint import write_checkpoint
 
 from embodied_ppo.commands import main
+from embodied_ppo.options import compose, placement, validation
+from embodied_ppo.options.placement import Hardware
 
 SMALL = [
     "experiment=smolvla_libero",
@@ -74,3 +77,25 @@ def test_invalid_input_is_refused(
     assert main.main(["plan", "--quiet", "experiment=pi0_libero", *arguments]) == 2
     err = capsys.readouterr().err
     assert named in err and err.count("\n") == 1
+
+
+VLA_EXPERIMENTS = ["pi0_libero", "pi05_libero", "smolvla_libero", "openvla_7b", "openvla_oft"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experiment", VLA_EXPERIMENTS)
+@pytest.mark.parametrize(("devices", "gb"), [("1", "40"), ("8", "80")])
+def test_train_accepts_the_printed_command(
+    experiment: str, devices: str, gb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All options of the command are composed and compared, as ``train`` does before it loads."""
+    pytest.importorskip("transformers")
+    machine = ["--devices", devices, "--device-gb", gb]
+    line = shlex.split(plan(capsys, "--quiet", f"experiment={experiment}", *machine)["command"])
+    assert line[:2] == ["embodied-ppo", "train"] and "model.checkpoint=DIR" in line
+    args = main.parse_arguments(line[1:])
+    config: Any = compose.prepare(args, args.overrides).config
+    assert config.model.checkpoint == "DIR"
+    if config.placement != "local":
+        hardware = Hardware((int(devices),), "cuda", memory=int(float(gb) * 1e9))
+        placement.plan(config.placement, hardware, roles=validation.roles(config))

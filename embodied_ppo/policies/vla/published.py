@@ -178,6 +178,9 @@ class _OpenVLASizes(PublishedVLA):
         counter = _WordCounter()
         return body, lambda text: [openvla.BOS, *counter(text).input_ids]
 
+    def set_base_weights(self, folder: str | Path) -> None:
+        """Do nothing: there are no files whose digest a checkpoint could hold."""
+
     def _load_heads(self, folder: Path, vectors: int) -> dict[str, nn.Module]:
         """Return the modules that the policy has, without reading weights."""
         width = self.body.hidden_size
