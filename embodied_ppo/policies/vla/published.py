@@ -92,7 +92,9 @@ def can_build(checkpoint: str) -> bool:
     return _kind(fields(checkpoint)) in (*FLOW_FAMILIES, "openvla")
 
 
-def policy_of_sizes(env: Any, config: ModelConfig, **options: Any) -> PI0 | PublishedVLA:
+def policy_of_sizes(
+    env: Any, config: ModelConfig, **options: Any
+) -> PI0 | CheckpointVLA | RegressionVLA:
     """Return a policy on the CPU whose parameters are fake tensors.
 
     Args:
@@ -106,7 +108,7 @@ def policy_of_sizes(env: Any, config: ModelConfig, **options: Any) -> PI0 | Publ
     assert config.checkpoint is not None
     raw = fields(config.checkpoint)
     spaces, policy_class = (env.obs_spec, env.action_spec, config), FLOW_FAMILIES.get(_kind(raw))
-    policy: PI0 | PublishedVLA
+    policy: PI0 | CheckpointVLA | RegressionVLA
     if policy_class is not None:
         sizes = flow_sizes(policy_class, raw, config, env, options["chunk"])
         policy = policy_class(*spaces, sizes, **options)
@@ -178,7 +180,7 @@ class _OpenVLASizes(PublishedVLA):
         counter = _WordCounter()
         return body, lambda text: [openvla.BOS, *counter(text).input_ids]
 
-    def set_base_weights(self, folder: str | Path) -> None:
+    def set_base_weights(self, folder: str | Path, option: str = "model.checkpoint") -> None:
         """Do nothing: there are no files whose digest a checkpoint could hold."""
 
     def _load_heads(self, folder: Path, vectors: int) -> dict[str, nn.Module]:
