@@ -73,7 +73,7 @@ class LoRALinear(nn.Module):
         self.lora_A: Any = nn.ModuleDict({"default": down})
         self.lora_B: Any = nn.ModuleDict({"default": up})
         for adapter in (down, up):
-            adapter.weight.data = adapter.weight.data.to(base_layer.weight)
+            adapter.weight = nn.Parameter(adapter.weight.detach().to(base_layer.weight))
 
     @property
     def a(self) -> Tensor:
