@@ -193,8 +193,8 @@ def learner_of(
     """Return a learner, and this rank's columns of three trajectories."""
     policy, _ = policy_of(kind, folder, model)
     *_, rollouts = _policy_and_experience(kind, folder, tuple(model.items()))
-    options = {"global_batch_size": T * N // 2, "update_epoch": 1, "lr": 1e-3, **algorithm}
-    c = loader.load(AlgorithmConfig, options)
+    values = {"global_batch_size": T * N // 2, "update_epoch": 1, "lr": 1e-3, **algorithm}
+    c = loader.load(AlgorithmConfig, values)
     parts = [
         tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].clone(), t) for t in rollouts
     ]
