@@ -179,7 +179,7 @@ def build(
 
 
 def _recorder(spec: RunSpec, process: WorkerSpec, inputs: Inputs) -> ResponseRecorder | None:
-    """Return what writes the responses of updates to files, if rollout.dump asks for it."""
+    """Return what writes the responses of updates to files, where rollout.dump is set."""
     config, ranks = spec.config, process.learners
     if config.rollout.dump is None:
         return None

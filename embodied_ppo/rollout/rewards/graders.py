@@ -513,7 +513,7 @@ async def _call_async(grader: Grader, arguments: Mapping[str, Any], limits: Limi
         for attempt in range(limits.retries + 1):
             try:
                 return await grader(**copy.deepcopy(dict(arguments)))
-            except Exception as error:
+            except Exception as error:  # of the user's function, e.g. of its connection
                 if attempt == limits.retries or limit.expired():
                     raise error
             await asyncio.sleep(RETRY_S * 2**attempt)
