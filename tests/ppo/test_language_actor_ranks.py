@@ -175,7 +175,7 @@ def test_remote_critic_and_reference_equal_local_ones(case: str) -> None:
     with serving(services) as client:
         remote.critic = RemoteCritic(client, CPU, pretrained=True)
         if reference is not None:
-            remote.actor.reference = RemoteReference(client, CPU)
+            remote.actor.reference = RemoteReference(client, CPU, pretrained=True)
         for update in range(2):
             local_metrics, remote_metrics = (
                 x.update(experience(x.policy, noise=0.2), update=update) for x in (local, remote)
@@ -204,7 +204,7 @@ def test_remote_models_start_as_copies_of_actor() -> None:
     with serving(services) as client:
         x.critic, x.actor.reference = (
             RemoteCritic(client, CPU, pretrained=False),
-            RemoteReference(client, CPU),
+            RemoteReference(client, CPU, pretrained=False),
         )
         x.initialize()
         view = x.actor.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]

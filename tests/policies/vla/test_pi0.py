@@ -438,7 +438,7 @@ def test_train_and_evaluate(
         export = ("export", f"checkpoint={summary['checkpoint']}", "out=merged")
         assert run_command(capsys, *export)["action_difference"] == 0
         assert main.main([*export[:-1], "lora=adapter", "out=adapter"]) == 2
-        assert "model.lora_rank=0" in capsys.readouterr().err
+        assert "lora_rank=0" in capsys.readouterr().err
     log = next(tmp_path.rglob("log.txt")).read_text()
     assert ("kept through the epochs of an update" in log) == (trunk == "frozen")
 
