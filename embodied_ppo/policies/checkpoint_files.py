@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,9 +88,37 @@ def load_tokenizer(folder: Path, owner: str) -> Any:
             f"{label}: holds no tokenizer; copy tokenizer.json and tokenizer_config.json of {owner}"
             " into it"
         )
+    if not (folder / "tokenizer.json").is_file() and (folder / "tokenizer.model").is_file():
+        return SentencePiece(folder)
     transformers = import_transformers("model.checkpoint")
     with config_errors(f"{label}: its tokenizer cannot be read: "):
         return transformers.AutoTokenizer.from_pretrained(folder, **LOCAL)
+
+
+class SentencePiece:
+    """Tokenizer of a directory's tokenizer.model, with what policies read of transformers'."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the file.
+
+        Raises:
+            ConfigError: The package sentencepiece is missing, or the file is damaged.
+        """
+        label = f"model.checkpoint={folder}"
+        try:
+            from sentencepiece import SentencePieceProcessor
+        except ImportError as error:
+            raise ConfigError(
+                f"{label}: pip install 'embodied-ppo[vla]', or copy tokenizer.json into it: its"
+                f" tokenizer.model needs the package sentencepiece ({error})"
+            ) from error
+        with config_errors(f"{label}: tokenizer.model cannot be read (", "); download it again"):
+            self.model: Any = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+        self.bos_token_id: int | None = self.model.bos_id() if self.model.bos_id() >= 0 else None
+
+    def __call__(self, text: str, *, add_special_tokens: bool = True) -> SimpleNamespace:
+        """Return the ids of a text as ``input_ids``, by default after begin of sequence."""
+        return SimpleNamespace(input_ids=self.model.encode(text, add_bos=add_special_tokens))
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], label: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError, choose, show
 from embodied_ppo.policies.checkpoint_files import (
+    SentencePiece,
     check_supported,
     config_errors,
     import_transformers,
@@ -101,7 +102,7 @@ def read_preprocessor(raw: Mapping[str, Any], config: OpenVLAConfig) -> OpenVLAC
 
 # ---------------------------------------------------------------------------------------- the words
 def tokenizer(path: str | Path) -> Callable[[str], Sequence[int]]:
-    """Return the ``tokenize`` function of a directory's tokenizer.json.
+    """Return the ``tokenize`` function of a directory's tokenizer.json, or tokenizer.model.
 
     Raises:
         ConfigError: The file is missing or damaged.
@@ -109,6 +110,9 @@ def tokenizer(path: str | Path) -> Callable[[str], Sequence[int]]:
     from tokenizers import Tokenizer
 
     file = Path(path) / "tokenizer.json"
+    if not file.is_file() and file.with_suffix(".model").is_file():
+        sentencepiece = SentencePiece(Path(path))
+        return lambda text: sentencepiece(text).input_ids
     with config_errors(
         f"model.checkpoint={path}: {file.name} cannot be read (", "); download it again", kind=True
     ):

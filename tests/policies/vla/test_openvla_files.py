@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError
+from embodied_ppo.policies.checkpoint_files import load_tokenizer
 from embodied_ppo.policies.vla import openvla, openvla_files, published_weights
 from embodied_ppo.policies.vla.openvla import OpenVLABody
 from embodied_ppo.policies.vla.openvla_files import ActionTokens
@@ -451,3 +453,32 @@ def test_invalid_directories_are_refused(tmp_path: Path) -> None:
     refused(r"model\.safetensors")
     (tmp_path / "config.json").write_text("{")
     refused(r"config\.json")
+
+
+def test_tokenizer_model_replaces_tokenizer_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tokenizer.model").touch()
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "sentencepiece", None)
+        with pytest.raises(ConfigError, match=r"pip install 'embodied-ppo\[vla\]'"):
+            openvla_files.tokenizer(tmp_path)
+    sentencepiece = pytest.importorskip("sentencepiece")
+    with pytest.raises(ConfigError, match=r"tokenizer\.model cannot be read"):
+        openvla_files.tokenizer(tmp_path)
+    with open(tmp_path / "tokenizer.model", "wb") as file:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([openvla.prompt("push the red block"), "lift it"] * 20),
+            model_writer=file,
+            vocab_size=60,
+            bos_id=1,
+            unk_id=0,
+            hard_vocab_limit=False,
+            minloglevel=2,
+        )
+    ids, _ = openvla.encode_prompts(openvla_files.tokenizer(tmp_path), ["push the red block"])
+    words = load_tokenizer(tmp_path, "")
+    assert ids[0, 0] == words.bos_token_id == 1 and ids[0, -1] == openvla.EMPTY
+    text = words(openvla.prompt("push the red block"), add_special_tokens=False).input_ids
+    assert ids[0, 1:-1].tolist() == text
+    assert words.model.decode(words("lift it").input_ids) == "lift it"
