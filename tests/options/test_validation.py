@@ -203,6 +203,11 @@ UNREAD: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive"},
     ),
     "algorithm.gae_lambda": (0.9, {"algorithm.adv_type": "reinforce_plus_plus"}, {}),
+    "algorithm.critic_warmup_variance": (
+        0.5,
+        {"algorithm.gae_lambda_value": 1.0},
+        {"algorithm.critic_warmup": 9, "algorithm.gae_lambda_value": 1.0},
+    ),
     "algorithm.clip_ratio_c": (3.0, {"algorithm.policy_loss": "cispo"}, {}),
     "algorithm.entropy_bonus": (0.1, FLOW, TOKENS),
     "algorithm.value_clip": (0.3, NO_VALUE, LANGUAGE),
