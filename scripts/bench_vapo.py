@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-import embodied_ppo as ep
-from embodied_ppo.programs import language
+from embodied_ppo.commands import main as cli
+from embodied_ppo.data import synthetic_tasks
+from embodied_ppo.policies.causal_lm import LanguageCritic
 
 DOTS = (56, 60)
 OPTIONS: dict[str, Any] = {
@@ -51,29 +52,26 @@ VARIANTS: dict[str, tuple[bool, dict[str, Any]]] = {
 }
 
 
-def long_answers(problems: int) -> None:
+def long_answers(problems: int, seed: list[int]) -> None:
     """Replace the task scratchpad by one with long answers, and the critic's head by noise."""
-    task, pairs = (language.synthetic_tasks.TASKS[name] for name in ("scratchpad", "arithmetic"))
+    task, pairs = (synthetic_tasks.TASKS[name] for name in ("scratchpad", "arithmetic"))
 
     def write(operands: tuple[int, ...], forget: Callable[[], bool]) -> str:
         digits, mark, total = task.write(operands, forget).partition("#")
         dots = random.Random(str(operands)).randint(*DOTS)  # equal in every run
         return f"{digits}{'.' * dots}{mark}{total}"
 
-    language.synthetic_tasks.TASKS["scratchpad"] = replace(
+    synthetic_tasks.TASKS["scratchpad"] = replace(
         task, write=write, draw=pairs.draw, train=problems, held_out=100
     )
-    make_critic = language.make_critic
+    create = LanguageCritic.__init__
 
-    def with_random_head(config: Any, *arguments: Any) -> Any:
-        critic = make_critic(config, *arguments)
-        generator = torch.Generator().manual_seed(config.seed)
-        if critic is not None:
-            weight = critic.value_head.weight
-            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator)
-        return critic
+    def with_random_head(critic: LanguageCritic, *arguments: Any, **options: Any) -> None:
+        create(critic, *arguments, **options)
+        weight, generator = critic.value_head.weight, torch.Generator().manual_seed(seed[0])
+        torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator)
 
-    language.make_critic = with_random_head
+    LanguageCritic.__init__ = with_random_head
 
 
 def main() -> None:
@@ -81,16 +79,16 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=range(5))
     parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--problems", type=int, default=9_000, help="training problems")
-    parser.add_argument("--batch", type=int, default=128, help="of the warm start")
     parser.add_argument("--pretraining", type=int, default=20, help="updates of the critic alone")
     parser.add_argument("--warm-start", type=int, default=500, help="supervised steps")
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--out", type=Path, default=Path("vapo.json"))
     a = parser.parse_args()
-    long_answers(a.problems)
-    language.WARM_START_BATCH = a.batch
+    current = [0]  # the seed of the runs
+    long_answers(a.problems, current)
     rows = [json.loads(line) for line in a.out.read_text().splitlines()] if a.out.exists() else []
     for seed in a.seeds:
+        current[0] = seed
         value = a.out.parent / f"vapo_value_{seed}"
         common = {**OPTIONS, "seed": seed, "warm_start.steps": a.warm_start}
         for name, (pretrained, options) in VARIANTS.items():
@@ -119,11 +117,14 @@ def main() -> None:
 
 def run(options: dict[str, Any]) -> dict[str, Any]:
     """Train and return what is compared: means over the first and the last 5 updates."""
-    start = time.process_time()
-    nested = {name.replace(".", "__"): x for name, x in options.items()}
-    done = ep.train("scratchpad", mode="reasoning", progress=False, **nested)
-    rows = [row for row in done.metrics if "rollout/return" in row]
-    row = {"initial": done.summary.get("initial_success"), "final": done.summary["final_success"]}
+    start, folder = time.process_time(), Path(options["run_dir"])
+    arguments = [f"{name}={value}" for name, value in options.items()]
+    if cli.main(["train", "--quiet", "experiment=scratchpad", *arguments]):
+        raise SystemExit(f"{folder}: failed")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "rollout/return" in row]
+    summary = json.loads((folder / "summary.json").read_text())
+    row = {name: summary[f"{name}_success"] for name in ("initial", "final")}
     for when, part in (("first", rows[:5]), ("last", rows[-5:])):
         row[when] = statistics.fmean(r["rollout/return"] for r in part)
         explained = [r["value/explained_variance"] for r in part]
