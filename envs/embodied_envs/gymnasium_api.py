@@ -142,19 +142,11 @@ def _random_seeds(num_envs: int) -> list[int]:
 def _observation_space(spec: ArraySpec | dict[str, ArraySpec], instructions: int) -> spaces.Space:
     """Return the space of one observation."""
     if isinstance(spec, dict):
-        return spaces.Dict(
-            {
-                name: spaces.Discrete(instructions)
-                if name == INSTRUCTION and instructions and not leaf.shape
-                else _array_space(leaf)
-                for name, leaf in spec.items()
-            }
-        )
-    return _array_space(spec)
-
-
-def _array_space(spec: ArraySpec) -> spaces.Space:
-    """Return the space of one array: its dtype, with the dtype's bounds."""
+        entries = {name: _observation_space(leaf, 0) for name, leaf in spec.items()}
+        if instructions and INSTRUCTION in spec and not spec[INSTRUCTION].shape:
+            entries[INSTRUCTION] = spaces.Discrete(instructions)
+        return spaces.Dict(entries)
+    # The space of an array has its dtype, with the dtype's bounds.
     dtype: Any = torch.empty(0, dtype=spec.dtype).numpy().dtype
     if dtype == np.bool_:
         return spaces.MultiBinary(spec.shape)
@@ -332,18 +324,14 @@ class TaskVectorEnv(_TaskSimulator, gymnasium.vector.VectorEnv):
 
     def _seeds(self, seed: int | Sequence[int | None]) -> list[int]:
         """Return one seed for each environment."""
-        given: list[Any] = [seed]
-        if isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str):
-            given = list(seed)
+        is_list = isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str)
+        given: list[Any] = list(seed) if is_list else [seed]
         for each in given:
             whole = isinstance(each, int | np.integer) and not isinstance(each, bool)
             if each is not None and not whole:
-                raise self._error(
-                    f"seed={each!r} must be a whole number, None, or a list of these for"
-                    f" {self.num_envs} environments"
-                )
-        if isinstance(seed, int | np.integer):
-            given = [int(seed) + i for i in range(self.num_envs)]
+                raise self._error(f"seed={each!r} must be a whole number, None, or a list of these")
+        if not is_list:
+            given = [int(given[0]) + i for i in range(self.num_envs)]
         random = _random_seeds(len(given))
         seeds = [r if s is None else int(s) for r, s in zip(random, given, strict=True)]
         check_seeds(self.simulator.id, seeds, self.num_envs)

@@ -90,15 +90,14 @@ class TaskFiles:
         if (store / MANIFEST).exists():
             return task
         (store / "files" / (self.cwd or ".")).mkdir(parents=True, exist_ok=True)
-        for file in self.files:
-            if file.data is not None:
-                path = store / "files" / file.name
+        rows = []
+        for f in self.files:
+            if f.data is not None:
+                path = store / "files" / f.name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(file.data)
-        rows = [
-            {"name": f.name, "digest": f.digest, "module": f.module, "kept": f.data is not None}
-            for f in self.files
-        ]
+                path.write_bytes(f.data)
+            row = {"name": f.name, "digest": f.digest, "module": f.module}
+            rows.append(row | {"kept": f.data is not None})
         task_fields = {"id": self.id, "root": str(self.root), "cwd": self.cwd, "files": rows}
         temporary = store / f"{MANIFEST}.new"
         temporary.write_text(json.dumps({"format": 1, **task_fields}, indent=1) + "\n")
@@ -200,8 +199,7 @@ def select(
     if stored is None or stored.id != id:
         task = collect(id, kwargs)
         if task is not None and stored is None and not resumes:
-            path = task.root / task.files[0].name
-            say(f"task: the run keeps no copy of its files; executing {path}")
+            say(f"task: the run keeps no copy; executing {task.root / task.files[0].name}")
         return task
     changed = stored.changed_originals()
     if changed == []:

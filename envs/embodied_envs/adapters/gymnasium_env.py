@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -290,7 +291,7 @@ class GymnasiumEnv(Adapter):
         if isinstance(final, np.ndarray) and final.dtype == object:
             rows, final = final, copy_arrays(obs)  # else the vector has returned a batch
             for i in np.flatnonzero(self._done):
-                _put(final, int(i), rows[i])
+                tree.map(lambda x, row, i=i: operator.setitem(x, i, row), final, rows[i])
         return self.read_obs(final)
 
 
@@ -367,15 +368,6 @@ def _make_one(spec: Any, kwargs: Mapping[str, Any]) -> gymnasium.Env:
     """
     options = {"disable_env_checker": True, **copy_arrays(dict(kwargs))}
     return _OwnMemory(gymnasium.make(spec, **options))
-
-
-def _put(batch: Any, i: int, value: Any) -> None:
-    """Set ``batch[i] = value`` in every array of a dictionary or tuple."""
-    if spaces.is_nested(batch):
-        for name, leaf in batch.items() if isinstance(batch, Mapping) else enumerate(batch):
-            _put(leaf, i, value[name])
-    else:
-        batch[i] = value
 
 
 def _prepare_images(env: Any) -> None:

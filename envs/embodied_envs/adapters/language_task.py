@@ -40,6 +40,10 @@ class LanguageTask(gymnasium.Env):
     """Largest absolute value of an action, and its size."""
     known_options: ClassVar[tuple[str, ...] | None] = None
     """Names of options; None: the project checks them."""
+    steps: ClassVar[int]
+    """Control steps of an episode in the project's evaluation, where all tasks have as many."""
+    control_s: ClassVar[float | None] = None
+    """Seconds of a control step; None if they differ."""
 
     def __init__(
         self,
@@ -68,12 +72,12 @@ class LanguageTask(gymnasium.Env):
     @classmethod
     def time_limit(cls, task: str) -> int:
         """Return the control steps of an episode in the project's evaluation."""
-        raise NotImplementedError
+        return cls.steps
 
     @classmethod
     def step_s(cls, task: str) -> float | None:
         """Return the seconds of a control step, None if they differ."""
-        return None
+        return cls.control_s
 
     @classmethod
     def prepare(cls, task: str, options: Mapping[str, Any]) -> tuple[Sequence[str], dict[str, Any]]:
@@ -192,15 +196,7 @@ class RoboCasaTask(LanguageTask):
     cameras = ("robot0_agentview_left", "robot0_agentview_right", "robot0_eye_in_hand")
     names = ("base_pos", "base_quat", "base_to_eef_pos", "base_to_eef_quat", "gripper_qpos")
     state_size = 3 + 4 + 3 + 4 + 2
-    action_range = (1.0, 12)
-
-    @classmethod
-    def time_limit(cls, task: str) -> int:
-        return 500
-
-    @classmethod
-    def step_s(cls, task: str) -> float:
-        return 1 / 20
+    action_range, steps, control_s = (1.0, 12), 500, 1 / 20
 
     @classmethod
     def prepare(cls, task: str, options: Mapping[str, Any]) -> tuple[Sequence[str], dict[str, Any]]:
@@ -242,11 +238,7 @@ class RoboTwinTask(LanguageTask):
 
     package = "envs._base_task"
     cameras = ("head_camera", "left_camera", "right_camera")
-    state_size, action_range = 14, (np.pi, 14)
-
-    @classmethod
-    def time_limit(cls, task: str) -> int:
-        return 400
+    state_size, action_range, steps = 14, (np.pi, 14), 400
 
     def _begin(self, seed: int) -> None:
         if self.sim is not None:
@@ -284,16 +276,7 @@ class CalvinTask(LanguageTask):
 
     package, known_options = "calvin_agent", ("dataset",)
     cameras = ("rgb_static", "rgb_gripper")
-    state_size = 15
-    subtask_steps = 360
-
-    @classmethod
-    def time_limit(cls, task: str) -> int:
-        return 5 * cls.subtask_steps
-
-    @classmethod
-    def step_s(cls, task: str) -> float:
-        return 1 / 30
+    state_size, subtask_steps, steps, control_s = 15, 360, 5 * 360, 1 / 30
 
     @classmethod
     def prepare(cls, task: str, options: Mapping[str, Any]) -> tuple[Sequence[str], dict[str, Any]]:

@@ -211,13 +211,8 @@ def read_scenes(suite: str, tasks: Sequence[int], assets: Path) -> dict[int, Sce
     benchmark = import_benchmark(f"libero/{suite}", assets)
     with discard_output(stderr=True):
         known = benchmark.get_benchmark_dict()[suite]()
-        return {
-            task: (
-                known.get_task_bddl_file_path(task),
-                np.asarray(known.get_task_init_states(task)),
-            )
-            for task in dict.fromkeys(tasks)
-        }
+        files = {task: known.get_task_bddl_file_path(task) for task in tasks}
+        return {x: (file, np.asarray(known.get_task_init_states(x))) for x, file in files.items()}
 
 
 def drawn_task(seed: int, count: int) -> int:

@@ -115,21 +115,18 @@ class MultiTaskEnv(VectorEnv):
                 spec.setdefault(name, array)
                 known = spec[name]
                 shape = tuple(map(max, zip(known.shape, array.shape, strict=False)))
+                label = f"its {name!r} has shape {list(array.shape)}"
                 fits = len(known.shape) == len(array.shape) and known.layout == array.layout
                 if not fits or (array.layout is not None and known != array) or name == TASK:
                     raise self._error(
                         f"remove {info.id}: only vectors of different lengths can be joined, but"
-                        f" its {name!r} has shape {list(array.shape)} and that of another task"
-                        f" {list(known.shape)}"
+                        f" {label} and that of another task {list(known.shape)}"
                     )
                 if number >= len(tasks) and (is_new or shape != known.shape):
-                    raise self._error(
-                        f"{name!r} of {info.id} has shape {list(array.shape)}, which a policy of"
-                        f" {', '.join(i.id for i in tasks)} cannot read"
-                    )
-                spec[name] = ArraySpec(
-                    shape, torch.promote_types(known.dtype, array.dtype), known.image
-                )
+                    readers = ", ".join(i.id for i in tasks)
+                    raise self._error(f"remove {info.id}: {label}, which {readers} cannot read")
+                dtype = torch.promote_types(known.dtype, array.dtype)
+                spec[name] = ArraySpec(shape, dtype, known.image)
         if sentences or any(info.instructions for info in infos):
             self.instructions = tuple(dict.fromkeys(x for i in infos for x in _sentences(i)))
             spec[INSTRUCTION] = ArraySpec((), torch.int64)

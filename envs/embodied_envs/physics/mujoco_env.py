@@ -158,9 +158,8 @@ class MujocoEnv(VectorEnv):
         low, high = (max(1, round(x / step_s)) for x in PUSH_INTERVAL_S)
         if low >= self._time_limit:
             raise EnvError(
-                f"env.id={self.id}: remove env.realism.push_velocity, or raise"
-                f" env.max_episode_steps: an episode ends after {self._time_limit * step_s:g} s,"
-                f" before the first push ({PUSH_INTERVAL_S[0]:g} to {PUSH_INTERVAL_S[1]:g} s)"
+                f"remove env.realism.push_velocity or raise env.max_episode_steps: env.id={self.id}"
+                f" ends after {self._time_limit * step_s:g} s, before {PUSH_INTERVAL_S[0]:g} s"
             )
         self._pushes = Pushes(self.physics, id=self.id, velocity=velocity, interval=(low, high))
         self._pushes.begin(self._all_worlds, self._seeds, self._episode)
@@ -279,9 +278,7 @@ class MujocoEnv(VectorEnv):
         buffers = self._buffers()
         for name, section in (("next_push", "realism"), ("joint_offset", "ranges")):
             if (name in state) != (name in buffers):
-                raise ValueError(
-                    f"the simulator's state was saved with other options of env.{section}"
-                )
+                raise ValueError(f"the simulator's state has other options of env.{section}")
         self.physics.load_state(state["physics"])
         tree.map(Tensor.copy_, buffers, state)
         if self._joint_offsets is not None:

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import mujoco
 import numpy as np
@@ -449,27 +449,17 @@ BLOCK_A, BLOCK_B, ZONE_A, ZONE_B = 0, 1, 4, 5
 and two others."""
 
 
-class CombinationArrays(NamedTuple):
-    """The start of a combination's episodes and the goals of A and B as arrays.
+def _combination_arrays(c: Combination) -> tuple[Any, ...]:
+    """Return the start of a combination's episodes and the goals of A and B as arrays.
 
     An episode has 13 points: the four blocks by colour, the four zones by colour and the five rows
     of the variable "spot". Their x and y are place_weights [13, 8] times the places [8, 2] of a
     layout plus offset [13, 2]; their z is height [13, 1]; in metres.
+
+    Returns:
+        The colours of A and B, the index of the table of layouts, place_weights, offset, height,
+        and the factors [5, 3] of tool, A and B in ``Tabletop.displacements``.
     """
-
-    blocks: tuple[int, int]
-    """Colours of A and B."""
-    table: int
-    """Index of the table of layouts."""
-    place_weights: NDArray[np.float64]
-    offset: NDArray[np.float64]
-    height: NDArray[np.float64]
-    point_weights: NDArray[np.float64]
-    """[5, 3], factors of tool, A and B in ``Tabletop.displacements``."""
-
-
-def _combination_arrays(c: Combination) -> CombinationArrays:
-    """Return the arrays of a combination."""
     rule, has_b = RULES[c.family], c.b >= 0
     a = max(c.a, 0)  # touch names no block
     a, b = blocks = (a, c.b if has_b else a)
@@ -515,7 +505,7 @@ def _combination_arrays(c: Combination) -> CombinationArrays:
         place(10, ZONE_A, HALF_EDGE)
         weights[2] = (0, -1, 0)
     table = {"push": 5, "beside": 6, "separate": 7}.get(c.family, c.d + 1)
-    return CombinationArrays(blocks, table, place_weights, offset, height, weights)
+    return blocks, table, place_weights, offset, height, weights
 
 
 def _roles(first: int, second: int) -> tuple[int, ...]:

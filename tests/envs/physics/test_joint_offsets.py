@@ -28,10 +28,6 @@ def make(id: str, *, n: int = 2, seeds: list[int] | None = None, **ranges: list[
     )
 
 
-def obs_of(env: Any, actions: Tensor) -> Tensor:
-    return torch.stack([env.reset(), *(env.step(a).obs for a in actions)])
-
-
 def test_measured_positions_are_shifted_and_targets_are_not() -> None:
     """Go1Joystick commands home, whatever it measures."""
     plain, env = make("Go1Joystick"), make("Go1Joystick", joint_offset=[0.02, 0.02])
