@@ -71,7 +71,7 @@ def long_answers(problems: int, seed: list[int]) -> None:
         weight, generator = critic.value_head.weight, torch.Generator().manual_seed(seed[0])
         torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5, generator=generator)
 
-    LanguageCritic.__init__ = with_random_head
+    LanguageCritic.__init__ = with_random_head  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def main() -> None:

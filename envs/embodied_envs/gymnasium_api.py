@@ -325,7 +325,8 @@ class TaskVectorEnv(_TaskSimulator, gymnasium.vector.VectorEnv):
     def _seeds(self, seed: int | Sequence[int | None]) -> list[int]:
         """Return one seed for each environment."""
         is_list = isinstance(seed, Sequence | np.ndarray) and not isinstance(seed, str)
-        given: list[Any] = list(seed) if is_list else [seed]
+        values: Any = seed if is_list else [seed]
+        given = list(values)
         for each in given:
             whole = isinstance(each, int | np.integer) and not isinstance(each, bool)
             if each is not None and not whole:

@@ -33,6 +33,7 @@ class Physics(Protocol):
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Set ctrl [N, nu] and advance by ``substeps`` physics steps."""
+        ...
 
     def reset(self, mask: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
         """Reset the worlds where ``mask`` is True and compute all derived fields.
@@ -42,27 +43,33 @@ class Physics(Protocol):
             values: Fields of INITIAL_FIELDS, [N, ..]; the others take the model's defaults.
             u: [N, random_size], random numbers in [0, 1) from which a randomised model is drawn.
         """
+        ...
 
     random_size: int
     """Random numbers per world that draw a randomised model; 0: all worlds have the same model."""
 
     def uniform(self, seed: Tensor, stream: int, count: Tensor, size: int) -> Tensor:
         """Return ``base.random.uniform`` in ``dtype``, [N, size]."""
+        ...
 
     def images(self, mask: Tensor) -> dict[str, Tensor]:
         """Return camera -> uint8 [N, 3, H, W], arbitrary where bool [N] is False.
 
         The dictionary is empty without cameras.
         """
+        ...
 
     def render(self, world: int = 0) -> Tensor:
         """Return an image of one world, uint8 [H, W, 3], for videos."""
+        ...
 
     def state(self) -> dict[str, Tensor]:
         """Return everything that the next step depends on."""
+        ...
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from ``state()``, derived fields included."""
+        ...
 
     def capture(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return ``step``, or a faster program with the same results (a CUDA graph).
@@ -70,6 +77,7 @@ class Physics(Protocol):
         ``step`` may only change persistent tensors in place; if ``host_readable`` is False it must
         not read values on the host.
         """
+        ...
 
     def fuse(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return ``function``, or a faster function whose results differ by rounding.
@@ -77,6 +85,8 @@ class Physics(Protocol):
         ``function`` takes and returns tensors, and may change persistent ones in place. As in
         ``capture``, it must not read values on the host if ``host_readable`` is False.
         """
+        ...
 
     def close(self) -> None:
         """Free the simulation."""
+        ...
