@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import mujoco
@@ -15,9 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodied_envs.base.errors import EnvError, check_choice
-from embodied_envs.tasks import tabletop_model
 from embodied_envs.tasks.tabletop_language import COLOURS, Combination, Split, episodes
-from embodied_envs.tasks.tabletop_model import FINGER_OPEN, HALF_EDGE
 from embodied_envs.tasks.task import State, Task
 from embodied_envs.types import Obs
 
@@ -27,6 +26,10 @@ RewardKind: TypeAlias = Literal["shaped", "success"]
 REWARDS: tuple[str, ...] = get_args(RewardKind)
 
 # --------------------------------------------------------------------- sizes (m, world coordinates)
+HALF_EDGE = 0.022
+"""Half the edge of a block in tabletop.xml: the height of its centre on the table."""
+FINGER_OPEN = 0.037
+"""Distance of each finger from the middle of the open gripper, the limit in tabletop.xml."""
 LOW, HIGH = (-0.19, -0.24, 0.018), (0.19, 0.24, 0.17)
 """Bounds of the tool's target; the tool is the point between the fingertips.
 
@@ -210,7 +213,11 @@ class Tabletop(Task):
     # ------------------------------------------------------------------------------------ the model
     def spec(self) -> mujoco.MjSpec:
         """Return a new model of the table, the gripper, four blocks and four zones."""
-        return mujoco.MjSpec.from_string(tabletop_model.mjcf(self.distractors))
+        spec = mujoco.MjSpec.from_file(str(Path(__file__).with_name("tabletop.xml")))
+        for geom in list(spec.geoms):
+            if geom.classname.name == "distractor" and not self.distractors:
+                spec.delete(geom)
+        return spec
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Create the tables that the functions index by kind and by combination."""

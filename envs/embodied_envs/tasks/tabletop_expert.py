@@ -7,12 +7,13 @@ from torch import Tensor
 
 from embodied_envs.tasks.tabletop import (
     BLOCK_DISTANCE,
+    FINGER_OPEN,
+    HALF_EDGE,
     LOW,
     RULES,
     STEP,
     Tabletop,
 )
-from embodied_envs.tasks.tabletop_model import FINGER_OPEN, HALF_EDGE
 from embodied_envs.tasks.task import State
 
 TRAVEL_HEIGHT, HOP_HEIGHT = 0.125, 0.08

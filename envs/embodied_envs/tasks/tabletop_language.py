@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 from embodied_envs.base.errors import EnvError, check_choice, check_names
@@ -36,116 +37,16 @@ class Family:
     symmetric: bool = False
 
 
-_SENTENCES = """
-reach a
-    reach the {a} block
-    move to the {a} block
-    go to the {a} block
-    bring the gripper to the {a} block
-    approach the {a} cube
-    get close to the {a} block
-touch z
-    touch the {z} zone
-    point at the {z} zone
-    move down to the {z} zone
-    put the gripper on the {z} zone
-    reach down to the {z} circle
-    tap the {z} zone
-push az
-    push the {a} block to the {z} zone
-    slide the {a} block into the {z} zone
-    push the {a} block onto the {z} zone
-    shove the {a} block into the {z} zone
-    nudge the {a} cube over to the {z} circle
-    get the {a} block into the {z} zone by pushing it
-slide ad
-    push the {a} block {d}
-    slide the {a} block {d}
-    move the {a} block a little {d}
-    shove the {a} block {d}
-    nudge the {a} cube {d}
-    shift the {a} block {d} a bit
-lift a
-    lift the {a} block
-    pick up the {a} block
-    raise the {a} block
-    take the {a} block off the table
-    hoist the {a} cube
-    grab the {a} block and hold it up
-carry az
-    hold the {a} block over the {z} zone
-    carry the {a} block above the {z} zone
-    lift the {a} block over the {z} zone
-    bring the {a} block up above the {z} zone
-    keep the {a} cube in the air over the {z} circle
-    let the {a} block hover over the {z} zone
-put az
-    put the {a} block in the {z} zone
-    place the {a} block on the {z} zone
-    pick up the {a} block and put it in the {z} zone
-    set the {a} block down in the {z} zone
-    drop the {a} cube off at the {z} circle
-    the {a} block belongs in the {z} zone
-clear az
-    take the {a} block out of the {z} zone
-    remove the {a} block from the {z} zone
-    move the {a} block out of the {z} zone
-    clear the {a} block from the {z} zone
-    free the {z} circle of the {a} cube
-    the {a} block should not be in the {z} zone
-gather abz
-    gather the {a} block and the {b} block in the {z} zone
-    put the {a} and the {b} block in the {z} zone
-    bring the {a} block and the {b} block to the {z} zone
-    collect the {a} and {b} blocks in the {z} zone
-    both the {a} cube and the {b} cube go in the {z} circle
-    assemble {a} and {b} blocks in the {z} zone
-sort ab
-    put the {a} block and the {b} block in the zones of their colours
-    sort the {a} and the {b} block into the zones of their own colours
-    put the {a} block in the {a} zone and the {b} block in the {b} zone
-    move the {a} and {b} blocks to the zones of the same colours
-    match the {a} cube and the {b} cube with their circles
-    the {a} and {b} blocks go where their colours are
-stack ab
-    stack the {a} block on the {b} block
-    put the {a} block on top of the {b} block
-    place the {a} block on the {b} block
-    pick up the {a} block and set it on the {b} block
-    build a tower with the {a} cube above the {b} cube
-    the {a} block goes onto the {b} one
-unstack ab
-    take the {a} block off the {b} block
-    unstack the {a} block from the {b} block
-    remove the {a} block from the top of the {b} block
-    put the {a} block from the {b} block down on the table
-    get the {a} cube down from the {b} cube
-    the {a} block on the {b} one belongs on the table
-beside ab
-    put the {a} block next to the {b} block
-    place the {a} block beside the {b} block
-    move the {a} block close to the {b} block
-    bring the {a} block to the side of the {b} block
-    make the {a} cube a neighbour of the {b} cube
-    the {a} block should stand by the {b} one
-separate ab
-    separate the {a} block and the {b} block
-    move the {a} block away from the {b} block
-    pull the {a} and the {b} block apart
-    make room between the {a} and {b} blocks
-    split up the {a} cube and the {b} cube
-    the {a} and the {b} block should not be neighbours
-"""
-"""The name and the arguments of each family; then its wordings, of which the last HELD_OUT are held
-out."""
 HELD_OUT = 2
+"""Number of wordings at the end of each family in tabletop_sentences.txt that are held out."""
 SYMMETRIC = ("gather", "sort", "beside", "separate")
 
 
 def _families() -> dict[str, Family]:
-    """Read _SENTENCES."""
+    """Read tabletop_sentences.txt: name and arguments of each family, then its wordings."""
     families: dict[str, Family] = {}
-    for block in re.split(r"\n(?=\w)", _SENTENCES.strip()):
+    text = Path(__file__).with_name("tabletop_sentences.txt").read_text(encoding="utf-8")
+    for block in re.split(r"\n(?=\w)", text.strip()):
         (name, arguments), *wordings = block.split()[:2], *map(str.strip, block.splitlines()[1:])
         train, held_out = tuple(wordings[:-HELD_OUT]), tuple(wordings[-HELD_OUT:])
         families[name] = Family(arguments, train, held_out, name in SYMMETRIC)
