@@ -7,7 +7,7 @@ Does not belong here: losses, simulators, Ray.
 
 To add a metric: return it from the code that measures it under a tag such as ``policy/entropy``, as
 ``Mean(sum, count)`` for a mean over samples, else as a float. Add a row with its unit and healthy
-range to docs/metrics.md; a range that should warn goes into ``health.RANGES`` too. A statistic of
+range to docs/metrics.md; a range that should warn goes into health.yaml too. A statistic of
 minibatches is a sum that ``ppo.PPOLoss.forward`` returns: add its name to
 ``minibatches.PolicyLoss``, and divide it in ``ppo.metrics.with_optimization``.
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+import yaml
 
 WINDOW = 5
 """Number of newest values whose median is judged: single updates, and the first few, deviate."""
@@ -25,7 +28,7 @@ class Range:
     """Healthy range of a metric, (low, high). None: no limit on that side."""
 
     tag: str
-    limits: tuple[float | None, float | None]
+    limits: Sequence[float | None]
     below: str = ""
     """Meaning of a value below the range, and the hint."""
     above: str = ""
@@ -34,91 +37,8 @@ class Range:
     """Whether a value below ``low`` means slow training, which is no warning."""
 
 
-RANGES: tuple[Range, ...] = (
-    Range(
-        # Mean of the k3 estimate of KL(old || new), nats.
-        "policy/approx_kl",
-        (0.002, 0.03),
-        below="updates hardly move the policy, as when lr_schedule ends; else raise lr",
-        above="updates move the policy too far: lower lr or update_epoch, or set target_kl_stop",
-        slow=True,
-    ),
-    Range(
-        # Share of samples whose clipped term is the larger one, so that they give no gradient.
-        "policy/clip_fraction",
-        (0.05, 0.3),
-        below="steps are small, as when lr_schedule ends; else raise lr or update_epoch",
-        above="much of the batch gives no gradient, steps are too large: lower lr or update_epoch",
-        slow=True,
-    ),
-    Range(
-        # Largest ratio of an action's new probability to that when it was taken.
-        "policy/ratio_max",
-        (None, 20.0),
-        above=(
-            "some action became far more likely in one update: lower lr; in the thousands, the"
-            " policy that acts is not the one that learns"
-        ),
-    ),
-    Range(
-        # Share of samples with a negative advantage whose loss the dual clip bounds.
-        "policy/dual_clip_fraction",
-        (None, 0.01),
-        above="bad actions become far more likely than they were: lower lr, or raise clip_ratio_c",
-    ),
-    Range(
-        # 1 - Var(returns - values) / Var(returns); a constant has 0.
-        "value/explained_variance",
-        # about 0 for an untrained critic
-        (-0.1, None),
-        below=(
-            "the critic is worse than a constant: check the scale of rewards (reward_norm=running),"
-            " raise value_lr, or give it critic_warmup"
-        ),
-    ),
-    Range(
-        # Share of samples with |V - V_old| > value_clip.
-        "value/clip_fraction",
-        (None, 0.3),
-        above="returns are large for value_clip: scale rewards (reward_norm=running), or raise it",
-    ),
-    Range(
-        # Advantages within a group are 0 where all of its scores are equal.
-        "advantage/zero_fraction",
-        (None, 0.5),
-        above=(
-            "most groups have equal scores and give no gradient: write group_filter=success, choose"
-            " prompts of medium difficulty, or raise group_size"
-        ),
-    ),
-    Range(
-        # Share of responses that end at response_length instead of a stop token.
-        "rollout/truncated",
-        (None, 0.1),
-        above="response_length cuts many responses: raise it, or set missing_eos_penalty",
-    ),
-    Range(
-        # A single failure already shows a defect of the grader.
-        "rollout/grader_failures",
-        (None, 0.0),
-        above="the grader raises, hangs or dies: log.txt has the first cause",
-    ),
-    Range(
-        # A simulation that diverges returns meaningless observations and rewards.
-        "rollout/unstable",
-        (None, 0.0),
-        above=(
-            "simulations diverged and were reset: shorten the model's timestep, or soften its"
-            " contacts"
-        ),
-    ),
-    Range(
-        # Share of the training time in which no process works on a device, mean of all devices.
-        "device/idle",
-        (None, 0.5),
-        above="devices wait more than they work: try another placement",
-    ),
-)
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+RANGES = tuple(Range(tag, **entry) for tag, entry in _TABLE.items())
 
 
 @dataclass(frozen=True, slots=True)
