@@ -34,6 +34,29 @@ def tokenizer(*special: str) -> Any:
     return fast
 
 
+def tiny_config(
+    text: tuple[int, ...], dino: tuple[int, ...], siglip: tuple[int, ...], **options: Any
+) -> OpenVLAConfig:
+    """Return the sizes of a model.
+
+    Args:
+        text: Width, width within the MLPs, layers, heads of the keys and longest text of Llama.
+        dino: Width, layers, heads, factor of the width within the MLPs and patch of DINOv2.
+        siglip: Width, layers, heads, width within the MLPs and patch of SigLIP.
+        options: Other fields of the config.
+    """
+    vision = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_key_value_heads")
+    sizes = dict(zip((*names, "max_position_embeddings"), text, strict=True))
+    return OpenVLAConfig(
+        text={"vocab_size": 32064, "num_attention_heads": 4, "pad_token_id": 32000} | sizes,
+        dino=DINO | dict(zip((*vision, "mlp_ratio", "patch_size"), dino, strict=True)),
+        siglip=SIGLIP
+        | dict(zip((*vision, "intermediate_size", "patch_size"), siglip, strict=True)),
+        **options,
+    )
+
+
 def write_checkpoint(folder: Path) -> Path:
     """Write a checkpoint whose actions have 2 dimensions and 16 bins."""
     with torch.random.fork_rng():
@@ -94,39 +117,15 @@ def write_openvla(body: OpenVLABody, folder: Path) -> Path:
 
 
 def _write_openvla(folder: Path) -> Path:
-    config = OpenVLAConfig(
-        text={
-            "vocab_size": 32064,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "pad_token_id": 32000,
-        },
-        dino=DINO
-        | {
-            "hidden_size": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "mlp_ratio": 2,
-            "patch_size": 8,
-        },
-        siglip=SIGLIP
-        | {
-            "hidden_size": 24,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 3,
-            "intermediate_size": 40,
-            "patch_size": 8,
-        },
+    stats = {"bridge_orig": {"action": STATS}}
+    stats["tabletop"] = {"action": STATS | {"q01": [-1.0, -1.0]}}
+    config = tiny_config(
+        (16, 24, 2, 2, 256),
+        dino=(16, 2, 2, 2, 8),
+        siglip=(24, 3, 3, 40, 8),
         image_size=SIDE,
         action_bins=16,
-        norm_stats={
-            "bridge_orig": {"action": STATS},
-            "tabletop": {"action": STATS | {"q01": [-1.0, -1.0]}},
-        },
+        norm_stats=stats,
     )
     body = OpenVLABody(config)
     with torch.no_grad():

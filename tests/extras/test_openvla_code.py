@@ -13,19 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_openvla_checkpoint import write_openvla
+from tiny_openvla_checkpoint import tiny_config, write_openvla
 from torch import Tensor
 
 from embodied_ppo.policies.checkpoint_files import pad_left
 from embodied_ppo.policies.vla import openvla_files
 from embodied_ppo.policies.vla.openvla import (
-    DINO,
     EMPTY,
-    SIGLIP,
     Embedded,
     OpenVLA,
     OpenVLABody,
-    OpenVLAConfig,
 )
 
 PYTHON = os.environ.get("OPENVLA_PYTHON", "")
@@ -45,33 +42,10 @@ STATS = {
     "mask": [True] * (A - 1) + [False],
 }
 STATS |= {"min": STATS["q01"], "max": STATS["q99"]}
-CONFIG = OpenVLAConfig(
-    text={
-        "vocab_size": 32064,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 512,
-        "pad_token_id": 32000,
-    },
-    dino=DINO
-    | {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "mlp_ratio": 2,
-        "patch_size": 8,
-    },
-    siglip=SIGLIP
-    | {
-        "hidden_size": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 3,
-        "intermediate_size": 40,
-        "patch_size": 8,
-    },
+CONFIG = tiny_config(
+    (32, 64, 3, 4, 512),
+    dino=(32, 3, 2, 2, 8),
+    siglip=(24, 4, 3, 40, 8),
     image_size=SIDE,
     norm_stats={"robot": {"action": STATS}},
 )

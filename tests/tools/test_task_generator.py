@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 from toy_envs import BALANCE
-from toy_robots import DRONE, QUADRUPED
+from toy_robots import DRONE, MODELS, QUADRUPED
 
 import embodied_envs
 from embodied_envs.base.errors import EnvError
@@ -22,33 +22,7 @@ from embodied_envs.tasks.panda import asset_file
 from embodied_ppo.commands import main
 from embodied_ppo.tools import task_generator
 
-WALKER = """<mujoco model="walker">
-  <compiler meshdir="meshes"/>
-  <option timestep="0.004"/>
-  <default><geom mass=".3"/><position kp="20" dampratio="1"/></default>
-  <asset><mesh name="shell" file="shell.obj"/></asset>
-  <worldbody>
-    <geom type="plane" size="5 5 .1"/>
-    <body name="cube" pos="1 0 .05"><freejoint/><geom type="box" size=".05 .05 .05"/></body>
-    <body name="trunk" pos="0 0 .3">
-      <freejoint/>
-      <geom type="box" size=".2 .1 .05" mass="2"/>
-      <geom type="mesh" mesh="shell" contype="0" conaffinity="0"/>
-      <body pos=".2 0 0"><joint name="front" type="hinge" axis="0 1 0" range="10 60" damping="1"/>
-        <geom type="capsule" fromto="0 0 0 0 0 -.25" size=".02"/></body>
-      <body pos="-.2 0 0"><joint name="back" type="hinge" axis="0 1 0" damping="1"/>
-        <geom type="capsule" fromto="0 0 0 0 0 -.25" size=".02"/></body>
-      <body pos="0 0 .1"><joint name="neck" type="ball" damping="1"/>
-        <geom type="sphere" size=".05" pos="0 0 .1"/></body>
-    </body>
-  </worldbody>
-  <actuator>
-    <position name="front" joint="front"/>
-    <motor joint="back"/>
-    <general name="slow" joint="front" dyntype="filter" dynprm=".1" ctrlrange="-1 2"/>
-  </actuator>
-  <sensor><framezaxis name="up" objtype="body" objname="trunk"/><jointpos joint="back"/></sensor>
-</mujoco>"""
+WALKER = (MODELS / "walker.xml").read_text()
 SHELL = "v 0 0 0\nv .1 0 0\nv 0 .1 0\nv 0 0 .1\nf 1 3 2\nf 1 2 4\nf 1 4 3\nf 2 3 4\n"
 """A tetrahedron."""
 

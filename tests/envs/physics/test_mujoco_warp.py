@@ -19,48 +19,18 @@ import torch
 import toy_envs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from toy_robots import MODELS
 
 import embodied_envs
 from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics import mujoco_env, mujoco_warp
 from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_envs.physics.mujoco_warp import (
-    WarpPhysics,
-)
+from embodied_envs.physics.mujoco_warp import WarpPhysics
 from embodied_envs.tasks import State, Task
 from embodied_envs.types import Box
 
-SWING = """<mujoco>
-  <option timestep="0.01"/>
-  <asset><material name="plain" specular="0" reflectance="0"/></asset>
-  <worldbody>
-    <light directional="true" dir="0.3 0.4 -1" castshadow="false" diffuse=".6 .6 .6"
-      specular="0 0 0"/>
-    <camera name="front" pos="0 -2.5 0.6" xyaxes="1 0 0 0 0.2 1"/>
-    <geom type="plane" size="2 2 .1" rgba=".4 .5 .4 1" material="plain"/>
-    <body name="rod" pos="0.4 0 1">
-      <joint name="hinge" axis="0 1 0" damping="0.05"/>
-      <geom type="capsule" size="0.06" fromto="0 0 0 0 0 -0.4" contype="0" conaffinity="0"
-        rgba=".8 .3 .2 1" material="plain"/>
-      <site name="end" pos="0 0 -0.4"/>
-    </body>
-    <body name="ball" pos="-0.4 0 0.35">
-      <freejoint/>
-      <geom type="sphere" size="0.15" rgba=".2 .3 .8 1" material="plain"/>
-    </body>
-    <body name="goal" mocap="true" pos="0 0.5 0.2">
-      <geom type="box" size=".1 .1 .1" contype="0" conaffinity="0" rgba=".9 .8 .1 1"
-        material="plain"/>
-    </body>
-  </worldbody>
-  <actuator>
-    <motor name="turn" joint="hinge" gear="2" ctrlrange="-1 1" ctrllimited="true"/>
-  </actuator>
-  <sensor>
-    <framepos objtype="site" objname="end"/><framelinvel objtype="site" objname="end"/>
-  </sensor>
-</mujoco>"""
+SWING = (MODELS / "swing.xml").read_text()
 
 
 class Swing(Task):

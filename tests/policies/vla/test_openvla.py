@@ -10,46 +10,21 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tiny_openvla_checkpoint import tiny_config
 from torch import Tensor
 
 from embodied_ppo.policies.vla import openvla
 from embodied_ppo.policies.vla.openvla import (
-    DINO,
-    SIGLIP,
     Embedded,
     OpenVLA,
     OpenVLABody,
-    OpenVLAConfig,
 )
 
 STATS = {"q01": [-2.0, 0.0, 0.0], "q99": [2.0, 1.0, 0.5], "mask": [True, True, False]}
-CONFIG = OpenVLAConfig(
-    text={
-        "vocab_size": 32064,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "pad_token_id": 32000,
-    },
-    dino=DINO
-    | {
-        "hidden_size": 16,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "mlp_ratio": 4,
-        "patch_size": 7,
-    },
-    siglip=SIGLIP
-    | {
-        "hidden_size": 24,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 3,
-        "intermediate_size": 40,
-        "patch_size": 7,
-    },
+CONFIG = tiny_config(
+    (32, 48, 3, 2, 128),
+    dino=(16, 3, 2, 4, 7),
+    siglip=(24, 4, 3, 40, 7),
     image_size=28,
     norm_stats={"bridge_orig": {"action": STATS}},
 )
