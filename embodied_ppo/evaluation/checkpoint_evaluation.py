@@ -12,34 +12,45 @@ from typing import Any
 
 import torch
 
-from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.errors import ConfigError, show_path
 from embodied_ppo.core.devices import select_device
-from embodied_ppo.evaluation import language_evaluation, paired, robot_evaluation, robustness
+from embodied_ppo.evaluation import (
+    language_evaluation,
+    paired,
+    report,
+    robot_evaluation,
+    robustness,
+)
 from embodied_ppo.evaluation.episodes import EvaluationResult, evaluation_seeds, lend
 from embodied_ppo.evaluation.prompt_evaluation import evaluate_prompts
 from embodied_ppo.evaluation.run_report import ReportTarget
 from embodied_ppo.options import loader, validation
-from embodied_ppo.options.schema import Config, EvaluateConfig
+from embodied_ppo.options.schema import Config, EvaluateConfig, RewardConfig
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.rollout import environments, language_inputs
 from embodied_ppo.rollout.generation.engine import Engine
 from embodied_ppo.rollout.language_rollout import response_decoder
 from embodied_ppo.rollout.rewards import build as rewards_build
-from embodied_ppo.rollout.rewards.graders import refuse_failures
+from embodied_ppo.rollout.rewards.graders import check_exists, refuse_failures
 from embodied_ppo.training import checkpoint, generations
 from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.progress import Progress
 from embodied_ppo.training.run_directory import digest, report_write_errors
-from embodied_ppo.training.trained_run import TrainedRun, open_run
+from embodied_ppo.training.trained_run import MODEL, TrainedRun, open_evaluated
 
 
 def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
-    """Evaluate a checkpoint and write the report; return metrics and paths.
+    """Evaluate a checkpoint, or a language model; write the report, return metrics and paths.
 
     Raises:
         CheckpointError, ConfigError, EnvError: Before anything is written.
     """
-    source, run_dir, trained = open_run(config.checkpoint)
+    if (model := config.model) is not None:
+        if not Path(model, MODEL).is_file():
+            hint = f"name a directory with the {MODEL} and the weights of a model"
+            raise ConfigError(f"{hint}: model={show_path(model)} has none")
+        config = replace(config, checkpoint=model, model=None)
+    source, run_dir, trained = open_evaluated(config.checkpoint)
     validation.check_evaluation(config, trained.mode, explicit)
     progress = Progress(quiet)
     device = select_device(config.device, config.threads, notice=progress.say)
@@ -195,6 +206,13 @@ def _evaluate_language(
         """Print nothing: the training has printed these lines."""
 
     config = run.config
+    if options.grader is not None:
+        check_exists(options.grader, "grader")
+        config = replace(config, reward=RewardConfig(grader=options.grader))
+    is_model = config.data.task is None and not config.data.eval
+    if is_model and not options.data:
+        hint = "write data=[FILE.jsonl] or .parquet with prompts and answers"
+        raise ConfigError(f"{hint}: {show_path(run.source.path)} is a model without data")
     policy, tokenizer = language_evaluation.restore(run, device)
     if options.data:
         prompts = language_inputs.read_files(config, options.data, tokenizer, silent, "data")
@@ -207,8 +225,9 @@ def _evaluate_language(
     m = language_inputs.Inputs(
         config, tokenizer, [], selected, policy, sampling.stop_ids, longest, length
     )
-    with _measuring(out, progress), ExitStack() as stack:
+    with ExitStack() as stack:
         reward = rewards_build.make_reward(m, device, stack, run.say)
+        stack.enter_context(_measuring(out, progress))
         engine = Engine(
             policy,
             slots=language_inputs.slots(config),
@@ -231,4 +250,5 @@ def _evaluate_language(
         files = language_evaluation.write_report(target, result)
         if (dump := config.rollout.dump) is not None:
             generations.write(out / f"{generations.FOLDER}.jsonl", result.lines(dump))
-    return {**numbers(result.metrics()), **files}
+    success = report.read(Path(str(files["report_json"])))["overall"]["success"]
+    return {**numbers(result.metrics()), "ci95": {"eval/accuracy": success["ci95"]}, **files}

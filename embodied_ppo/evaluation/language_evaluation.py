@@ -61,8 +61,9 @@ def measure(m: Inputs, rollout: ReasoningRollout) -> PromptEvaluationResult:
 
 
 def restore(run: TrainedRun, device: torch.device) -> tuple[LanguagePolicy, Any]:
-    """Return the policy of a checkpoint and its tokenizer."""
+    """Return the policy of a checkpoint, or of the directory of a model, and its tokenizer."""
     tokenizer = language_inputs.make_tokenizer(run.config)
     policy = language_models.make_policy(run.config, tokenizer, device)
-    run.load_weights(policy)
+    if str(run.source.path) != run.config.actor.model.path:  # else ``make_policy`` has read them
+        run.load_weights(policy)
     return policy, tokenizer

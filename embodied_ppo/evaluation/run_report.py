@@ -74,7 +74,7 @@ def write_report(
 
 def evaluation_options(options: EvaluationConfig | EvaluateConfig) -> dict[str, Any]:
     """Return the options with which the content of report.json can be computed again."""
-    without_effect = ("checkpoint", "out", "num_envs", "video", "robustness", "paired")
+    without_effect = ("checkpoint", "model", "out", "num_envs", "video", "robustness", "paired")
     content = loader.dump(options)
     if isinstance(options, EvaluationConfig):
         del content["env"]  # which environments were used, not their options as in EvaluateConfig

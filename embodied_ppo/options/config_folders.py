@@ -43,6 +43,8 @@ class ConfigFolders:
 
     def selects(self, override: Override) -> bool:
         """Return whether an override selects a member of a group, and not options of a section."""
+        if self.primary == "evaluate" and override.key_or_group == "model":
+            return False  # an option of its own, the directory of a language model
         exists = any((root / override.key_or_group).is_dir() for root in self.roots)
         return exists and not isinstance(override.value(), dict)
 

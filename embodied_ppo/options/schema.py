@@ -1266,7 +1266,11 @@ class EvaluateConfig:
     read."""
 
     checkpoint: str = ""
-    """A checkpoint directory, or a run directory (its latest checkpoint); required."""
+    """A checkpoint directory, or a run directory (its latest checkpoint); required without
+    model."""
+    model: Text | None = option(None, mode="reasoning")
+    """Directory of a language model as transformers writes it, to be measured on data instead of a
+    checkpoint."""
     episodes: Count = 100
     """Number of episodes to measure, each from its own seed; of a language model the number of
     held-out prompts, the first ones."""
@@ -1316,6 +1320,9 @@ class EvaluateConfig:
     (``env.max_episode_steps=200``)."""
     data: tuple[Text, ...] = option((), mode="reasoning")
     """Language models: files of prompts instead of the run's data.eval."""
+    grader: Text | None = option(None, mode="reasoning")
+    """Language models: a grader, as reward.grader, instead of the run's reward; null: that of the
+    run, or auto with model."""
     n: Small = option(1, mode="reasoning")
     """Language models: number of responses to each prompt; more than one needs
     deterministic=false."""

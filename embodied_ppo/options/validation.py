@@ -63,9 +63,10 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         ConfigError: Options exclude each other, or a set option is not read.
         PlacementError: The same, of placement or section cluster.
     """
+    model = config.model if isinstance(config, EvaluateConfig) else None
     for path, example in FOLDERS.items():
         refuse(
-            getattr(config, path, None) == "",
+            getattr(config, path, None) == "" and model is None,
             f"{path} = '' must name a directory; write {path}={example}",
         )
     names = getattr(config, "trackers", ())
@@ -80,6 +81,10 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
     if isinstance(config, EvaluateConfig):
         _check_unread(config, explicit)
         _check_robustness(config)
+        refuse(
+            model is not None and config.checkpoint,
+            f"remove checkpoint = {config.checkpoint}, or model = {model}: one of them is measured",
+        )
         refuse(
             config.n > 1 and config.deterministic,
             f"write deterministic=false: else all n = {config.n} responses are equal",

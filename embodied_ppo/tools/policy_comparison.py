@@ -33,7 +33,7 @@ from embodied_ppo.training.run_directory import (
     versions,
 )
 from embodied_ppo.training.run_files import check_compared, find_runs, in_sweep_order
-from embodied_ppo.training.trained_run import open_run
+from embodied_ppo.training.trained_run import open_evaluated
 
 METRICS = ("auto", "return", "success")
 
@@ -147,11 +147,12 @@ def compare_lines(
     """Compare runs with lines option=value, see ``compare``."""
     if not paths:
         raise ConfigError("name at least two runs, or a folder of runs: there is none")
-    if any(line.partition("=")[0].lstrip("+~") == "checkpoint" for line in lines):
-        raise ConfigError("write the run without checkpoint=: compare ignores this option")
+    given = {line.partition("=")[0].lstrip("+~") for line in lines}
+    if ignored := sorted(given & {"checkpoint", "model"}):
+        raise ConfigError(f"write the run without {ignored[0]}=: compare ignores this option")
     args = argparse.Namespace(command="evaluate", config_name=None, config_dir=None)
-    given = [*override_lines("evaluate", {"checkpoint": paths[0]}), *lines]
-    loaded = prepare(args, given, label=label)
+    lines = [*override_lines("evaluate", {"checkpoint": paths[0]}), *lines]
+    loaded = prepare(args, lines, label=label)
     options: EvaluateConfig = loaded.config
     explicit = {*loaded.deliberate(GIVEN)} - {"checkpoint"}
     if metric not in METRICS:
@@ -228,7 +229,7 @@ def _methods(paths: Sequence[str]) -> list[ComparedMethod]:
 
 def _open(path: Path) -> ComparedRun:
     """Open the checkpoint of a run."""
-    source, run_dir, config = open_run(str(path), "compare")
+    source, run_dir, config = open_evaluated(str(path), "compare")
     options = {
         name: show(value)
         for name, value in loader.flat(loader.relevant(config)).items()

@@ -8,10 +8,11 @@ from pathlib import Path
 
 from torch import nn
 
+from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config, ModelConfig
 from embodied_ppo.policies import own_network
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.run_directory import stored_config
+from embodied_ppo.training.run_directory import config_hash, digest, stored_config
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,35 @@ def open_run(path: str, option: str = "checkpoint") -> tuple[checkpoint.Checkpoi
     folder = source.path.parent
     run_dir = folder.parent if folder.name == "checkpoints" else folder
     return source, run_dir, stored_config(source)
+
+
+MODEL = "config.json"
+"""A directory with this file is a model as transformers writes it."""
+
+
+def open_evaluated(
+    path: str, option: str = "checkpoint"
+) -> tuple[checkpoint.Checkpoint, Path, Config]:
+    """Return what ``open_run`` returns, also for the directory of a language model.
+
+    Such a directory counts as the checkpoint before the first update of a run with default options,
+    which trains this model. The directory of that run, ``evaluations/NAME-DIGEST``, only receives
+    reports.
+
+    Args:
+        path: Directory of a model, a run or a checkpoint.
+        option: The option that names ``path``, for messages.
+
+    Raises:
+        CheckpointError, ConfigError: See ``open_run``.
+    """
+    if not Path(path, MODEL).is_file():
+        return open_run(path, option)
+    folder = Path(path).absolute()
+    # No prompt is left out: the score of a part of the data would be another one.
+    options = {"actor.model.path": str(folder), "algorithm.prompt_length": 10**7}
+    layer = {"mode": "reasoning", "name": folder.name, **options}
+    config = loader.read(Config, [(option, layer)]).config
+    manifest = {"update": 0, "tokens": 0, "config_hash": config_hash(config)}
+    run_dir = Path("evaluations") / f"{folder.name}-{digest({'model': str(folder)})[:6]}"
+    return checkpoint.Checkpoint(folder, manifest), run_dir, config

@@ -549,6 +549,7 @@ ELSEWHERE = {
     ],
     "commands/test_main.py": ["evaluate checkpoint", "export checkpoint", "export out"],
     "policies/vla/test_pretrained.py": ["export lora"],
+    "programs/test_language.py": ["evaluate model", "evaluate grader"],
 }
 """Test that compares two values -> the options."""
 DEMOS_UNREAD = [

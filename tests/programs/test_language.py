@@ -380,6 +380,64 @@ def test_evaluate_options(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> N
     assert "deterministic=false" in refusal(capsys, "evaluate", "checkpoint=run", "n=4")
 
 
+PARITY_GRADER = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    parity = sum(map(ord, solution_str)) % 2
+    return {"score": float(parity), "pred": str(parity)}
+"""
+
+
+@pytest.mark.slow
+def test_directory_of_a_model_is_measured_and_compared(capsys: Capture) -> None:
+    """Greedy accuracy is that of transformers' generate; two models are compared in pairs."""
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    Path("grader.py").write_text(PARITY_GRADER)
+    content = [{"role": "user", "content": row["question"]} for row in questions("test", 12)]
+    verl = {"data_source": "own", "reward_model": {"style": "rule", "ground_truth": "1"}}
+    rows_of_data = [{**verl, "prompt": [message]} for message in content]
+    texts = [message["content"] for message in content]
+    models = [save_model(Path(x), texts, i, initializer_range=1.0) for i, x in enumerate("ab")]
+    data = [f"data=[{write_lines('data.jsonl', rows_of_data)}]", "response_length=10"]
+    options = [*data, "grader=grader.py"]
+    expected = []
+    for folder in models:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        right = 0
+        for message in content:
+            chat = tokenizer.apply_chat_template(
+                [message], tokenize=False, add_generation_prompt=True
+            )
+            ids = tokenizer(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            new = model.generate(ids, do_sample=False, max_new_tokens=10)[0, ids.shape[1] :]
+            ids = [i for i in new.tolist() if i != tokenizer.eos_token_id]
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            right += sum(map(ord, text)) % 2
+        expected.append(right / len(content))
+    a = run_command(capsys, "evaluate", f"model={models[0]}", *options)
+    assert a["eval/accuracy"] == pytest.approx(expected[0]) and 0 < expected[0] < 1
+    low, high = a["ci95"]["eval/accuracy"]
+    assert low < expected[0] < high
+    assert Path(a["report"]).parts[0] == "evaluations"
+    sampled = ["n=4", "deterministic=false", "temperature=2"]
+    many = run_command(capsys, "evaluate", f"model={models[0]}", *options, *sampled)
+    assert many["eval/accuracy"] < many["eval/pass@2"] <= many["eval/pass@4"] and many["eval/maj@4"]
+    compared = run_command(capsys, "compare", *models, *options)
+    assert [m["mean"] for m in compared["methods"]] == pytest.approx(expected)
+    assert compared["differences"][0]["mean"] == pytest.approx(expected[1] - expected[0])
+    before = sorted(Path("a").iterdir())
+    for change, named in (
+        ([f"model={models[0]}"], "data="),
+        (["model=grader.py", *data], "config.json"),
+        ([f"model={models[0]}", "checkpoint=x", *data], "checkpoint"),
+        ([f"model={models[0]}", *data, "grader=gsm9k"], "gsm8k"),
+        ([f"model={models[0]}", *data], "'own' has no grader"),
+    ):
+        assert named in refusal(capsys, "evaluate", *change), change
+    assert sorted(Path("a").iterdir()) == before, "nothing is written beside the model"
+
+
 def test_prompt_options_are_refused_for_robot_policies(capsys: Capture) -> None:
     sizes = ["env.num_envs=2", "algorithm.horizon=4", "algorithm.global_batch_size=8"]
     sizes += ["evaluation.episodes=1"]
