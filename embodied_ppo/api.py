@@ -288,10 +288,7 @@ def check_files(config: Config) -> None:
 
 
 def _resolve(
-    command: str,
-    experiment: str | None,
-    config_dir: str | Path | None,
-    options: Mapping[str, Any],
+    command: str, experiment: str | None, config_dir: str | Path | None, options: Mapping[str, Any]
 ) -> Loaded:
     """Return the options of a command, as its command line resolves them."""
     folder = config_folder(config_dir)

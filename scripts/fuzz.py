@@ -34,14 +34,7 @@ import torch
 import yaml
 
 from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError
-from embodied_ppo.cluster.channels import (
-    HELLO,
-    Connection,
-    Exchange,
-    Message,
-    connect,
-    pack,
-)
+from embodied_ppo.cluster.channels import HELLO, Connection, Exchange, Message, connect, pack
 from embodied_ppo.commands import main as cli
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.data import lerobot_reader, prompts

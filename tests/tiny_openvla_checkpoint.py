@@ -93,11 +93,7 @@ def write_heads(folder: Path, *, state: int | None, width: int = 16, size: int =
 def write_openvla(body: OpenVLABody, folder: Path) -> Path:
     """Write the weights of a body and its config.json, as the publishers do."""
     config = body.config
-    sizes = {
-        "dino": config.dino,
-        "siglip": config.siglip,
-        "image_size": config.image_size,
-    }
+    sizes = {"dino": config.dino, "siglip": config.siglip, "image_size": config.image_size}
     raw = {
         "model_type": "openvla",
         "vision_backbone_id": "dinosiglip-vit-so-224px",

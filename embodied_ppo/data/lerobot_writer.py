@@ -308,9 +308,7 @@ def _encode(path: Path, parts: Sequence[np.ndarray], size: tuple[int, int], fps:
 
 
 def _features(
-    fps: int,
-    vectors: Mapping[str, Sequence[str]],
-    cameras: Mapping[str, tuple[int, int]],
+    fps: int, vectors: Mapping[str, Sequence[str]], cameras: Mapping[str, tuple[int, int]]
 ) -> dict[str, Any]:
     """Return the description of columns and videos for meta/info.json.
 

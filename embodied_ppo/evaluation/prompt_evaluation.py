@@ -106,11 +106,7 @@ class PromptEvaluationResult:
         """Yield the lines of ``training.generations``; ``dump``: "sample" or "all"."""
         for i in generations.selected([self.prompts[a.prompt].index for a in self.answers], dump):
             a, grade = self.answers[i], self.answers[i].grade
-            numbers = {
-                "score": grade.score,
-                "terms": grade.extra,
-                "log_prob": a.log_prob,
-            }
+            numbers = {"score": grade.score, "terms": grade.extra, "log_prob": a.log_prob}
             texts = {"right": None if grade.failed else grade.is_right, "response": a.text}
             yield generations.entry(self.prompts[a.prompt], numbers, **texts, tokens=list(a.tokens))
 

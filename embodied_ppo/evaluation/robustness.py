@@ -282,10 +282,7 @@ class RobustnessSweep:
         ]
 
     def measure(
-        self,
-        result: EvaluationResult,
-        evaluate: EvaluateChanged,
-        advance: ProgressCallback,
+        self, result: EvaluationResult, evaluate: EvaluateChanged, advance: ProgressCallback
     ) -> dict[str, Any]:
         """Return the content of robustness.json.
 

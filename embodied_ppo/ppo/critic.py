@@ -14,12 +14,7 @@ from embodied_ppo.core.types import ValueBatch
 from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.ppo import losses
-from embodied_ppo.ppo.minibatches import (
-    MinibatchLoss,
-    Statistics,
-    TokenBudgetCutter,
-    column_parts,
-)
+from embodied_ppo.ppo.minibatches import MinibatchLoss, Statistics, TokenBudgetCutter, column_parts
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.roles import NO_STATS, OptimizationStats, Rows
 

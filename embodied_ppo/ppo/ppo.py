@@ -237,10 +237,7 @@ class PPOLoss(PolicyLoss):
         # Ratio of the probabilities of the action:  r = π(a|s) / π_old(a|s)
         # Clipped surrogate:  L_π = max(−A·r, −A·clip(r, 1 − ε_low, 1 + ε_high))          (eq. 7)
         ratio_of = partial(
-            losses.probability_ratio,
-            mask=b.mask,
-            level=c.ratio_level,
-            batch_dims=self.batch_dims,
+            losses.probability_ratio, mask=b.mask, level=c.ratio_level, batch_dims=self.batch_dims
         )
         surrogate_of = partial(
             losses.clipped_surrogate,

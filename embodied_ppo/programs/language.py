@@ -47,11 +47,7 @@ from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.rollout.generation.engine import Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.language_inputs import Inputs, make_engine, read_inputs
-from embodied_ppo.rollout.language_rollout import (
-    ReasoningRollout,
-    Truncation,
-    response_decoder,
-)
+from embodied_ppo.rollout.language_rollout import ReasoningRollout, Truncation, response_decoder
 from embodied_ppo.rollout.recorded_responses import ResponseRecorder
 from embodied_ppo.rollout.rewards.build import make_reward
 from embodied_ppo.rollout.rewards.graders import Graders

@@ -338,8 +338,7 @@ class Page:
         fps = 1 / (stride * player.step_s)
         cameras = functools.partial(Cameras, player.model, render_size=VIDEO_SIZE)
         process = RenderProcess(
-            functools.partial(render_poses, cameras, poses, fps, folder.name),
-            Path(folder.name),
+            functools.partial(render_poses, cameras, poses, fps, folder.name), Path(folder.name)
         )
         self._export, self._save_button.disabled = (process, folder, path), True
 

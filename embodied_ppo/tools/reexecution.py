@@ -149,12 +149,7 @@ def options(run_dir: Path, update: int) -> Config:
 
 # ------------------------------------------------------------------------------------------ execute
 def reexecute(
-    source_run: Path,
-    out: Path,
-    *,
-    start: int,
-    stop: int,
-    observe: UpdateObserver | None = None,
+    source_run: Path, out: Path, *, start: int, stop: int, observe: UpdateObserver | None = None
 ) -> None:
     """Execute the updates ``start`` + 1 to ``stop`` of a run again in a new directory.
 

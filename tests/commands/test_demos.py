@@ -182,9 +182,7 @@ def test_interrupted_recording_keeps_finished_episodes(
 
 
 @pytest.mark.slow
-def test_full_disk_keeps_finished_episodes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_full_disk_keeps_finished_episodes(capsys: pytest.CaptureFixture[str]) -> None:
     """The limit of file size is half of the largest file, so the next file cannot be finished."""
     run(capsys, "demos", "out=d", "episodes=64", "env.image_size=16")
     largest = max(path.stat().st_size for path in Path("d").rglob("*") if path.is_file())

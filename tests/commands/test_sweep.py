@@ -129,9 +129,7 @@ def test_jobs_without_an_experiment() -> None:
 
 
 @pytest.mark.slow
-def test_sweep_continues_after_a_failed_job(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_sweep_continues_after_a_failed_job(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["env.id=Nowhere-v1,CartPole-v1", "run_dir=runs/${env.id}"]
     assert main.main(["train", "-m", "--json", "--quiet", *TINY, *flags]) == 2
     out = capsys.readouterr()

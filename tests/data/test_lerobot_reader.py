@@ -201,9 +201,7 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"action": np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])}, r"frame 2: action \[1\]"),
-    ],
+    [({"action": np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])}, r"frame 2: action \[1\]")],
 )
 def test_invalid_episodes_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with Writer(tmp_path, **OPTIONS) as writer:

@@ -176,10 +176,7 @@ def write_actions(folder: Path, policy: Any, preprocess: Any, postprocess: Any) 
     }
     batch |= {"observation.state": inputs["state"], "task": tasks}
     actions = policy.predict_action_chunk(preprocess(batch), noise=inputs["noise"])
-    save_file(
-        {"action": postprocess(actions).float().contiguous()},
-        folder / "actions.safetensors",
-    )
+    save_file({"action": postprocess(actions).float().contiguous()}, folder / "actions.safetensors")
 
 
 def main() -> None:

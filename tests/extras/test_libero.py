@@ -94,10 +94,7 @@ def test_each_environment_has_the_instruction_of_its_task(
     empty: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without the index of its sentence, a policy would read the first one in every environment.
-    observed = {
-        "state": np.zeros(8, np.float32),
-        "agentview": np.zeros((3, 16, 16), np.uint8),
-    }
+    observed = {"state": np.zeros(8, np.float32), "agentview": np.zeros((3, 16, 16), np.uint8)}
     monkeypatch.setattr(LiberoTask, "reset", lambda self, **_: (observed, {"success": False}))
     monkeypatch.setattr(
         LiberoTask, "step", lambda self, action: (observed, 0.0, False, False, {"success": False})

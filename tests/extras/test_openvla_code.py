@@ -18,12 +18,7 @@ from torch import Tensor
 
 from embodied_ppo.policies.checkpoint_files import pad_left
 from embodied_ppo.policies.vla import openvla_files
-from embodied_ppo.policies.vla.openvla import (
-    EMPTY,
-    Embedded,
-    OpenVLA,
-    OpenVLABody,
-)
+from embodied_ppo.policies.vla.openvla import EMPTY, Embedded, OpenVLA, OpenVLABody
 
 PYTHON = os.environ.get("OPENVLA_PYTHON", "")
 CLONES = {

@@ -34,11 +34,7 @@ FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
 """A task that ends within a rollout."""
 BALANCE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
 """A task of our own with a camera and with ranges for its model."""
-DRIFTER = {
-    "env.id": "toy_envs:Drifter",
-    "env.num_threads": 1,
-    "env.kwargs": {"decimation": 100},
-}
+DRIFTER = {"env.id": "toy_envs:Drifter", "env.num_threads": 1, "env.kwargs": {"decimation": 100}}
 """A robot that can be pushed, with control steps of 1 s."""
 WALKING = {"env.id": "Go1Joystick", "env.num_threads": 1}
 """A robot with a left and a right side."""
@@ -206,7 +202,7 @@ UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
 }
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "algorithm.loss_type": ("actor", "write algorithm.loss_type=actor_critic"),
+    "algorithm.loss_type": ("actor", "write algorithm.loss_type=actor_critic")
 }
 
 

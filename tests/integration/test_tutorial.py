@@ -103,11 +103,7 @@ class Infinite(Balance):
 
 
 @pytest.mark.parametrize(
-    ("name", "finding"),
-    [
-        ("Stateful", "observation differs"),
-        ("Infinite", "finite"),
-    ],
+    ("name", "finding"), [("Stateful", "observation differs"), ("Infinite", "finite")]
 )
 def test_check_env_reports_a_faulty_task(
     name: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -30,12 +30,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "tight clipping of gradients": ({"max_grad_norm": 0.01}, {}),
     "adam": (
-        {
-            "adam_betas": (0.5, 0.9),
-            "adam_eps": 0.1,
-            "weight_decay": 0.1,
-            "value_lr": 1e-2,
-        },
+        {"adam_betas": (0.5, 0.9), "adam_eps": 0.1, "weight_decay": 0.1, "value_lr": 1e-2},
         {},
     ),
     "entropy": (

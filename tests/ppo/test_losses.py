@@ -106,11 +106,7 @@ def test_asymmetric_clip():
 
 
 def mean_ratio_loss(
-    rows: list[list[float]],
-    advantage: list[list[float]],
-    mask: torch.Tensor,
-    level: str,
-    dims: int,
+    rows: list[list[float]], advantage: list[list[float]], mask: torch.Tensor, level: str, dims: int
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Losses, gradients and statistics of log-ratios ``rows`` [T, B]."""
     lp = torch.tensor(rows, dtype=torch.float64, requires_grad=True)

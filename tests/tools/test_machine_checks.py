@@ -142,11 +142,7 @@ def test_egl_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_rendering_backend_of_training(
-    mujoco_gl: str,
-    working: tuple[str, ...],
-    result: str,
-    fix: str,
-    monkeypatch: pytest.MonkeyPatch,
+    mujoco_gl: str, working: tuple[str, ...], result: str, fix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUJOCO_GL", mujoco_gl)
     states: dict[str, Any] = {x: "ok" if x in working else "problem" for x in BACKENDS}
@@ -203,11 +199,7 @@ def nvidia_smi(folder: Path, text: str) -> None:
     ],
 )
 def test_torch_without_the_gpus_of_the_driver(
-    cuda: str | None,
-    visible: str | None,
-    fix: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    cuda: str | None, visible: str | None, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nvidia_smi(tmp_path, "echo 'NVIDIA L4, 535.1'")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

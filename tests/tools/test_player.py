@@ -64,12 +64,7 @@ def test_playing_equals_the_evaluation(make: Any, deterministic: bool, env: dict
     options: Any = {"realism": Config().env.realism.__class__(**env["realism"])} if env else {}
     policy = make_policy()
     measured = evaluation.evaluate(
-        policy,
-        factory(**options),
-        episodes=20,
-        num_envs=5,
-        seed=3,
-        deterministic=deterministic,
+        policy, factory(**options), episodes=20, num_envs=5, seed=3, deterministic=deterministic
     )
     player = make(policy=policy, seed=3, deterministic=deterministic, env=options)
     for number in (0, 17):  # the second is in another group of rows

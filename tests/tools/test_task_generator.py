@@ -69,9 +69,7 @@ def test_printed_commands_succeed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_walker_with_meshes_passes_its_generated_test(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_walker_with_meshes_passes_its_generated_test(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["new-task", "--json", "my_walker", "--mjcf", "../robots/walker.xml"]) == 0
     summary = json.loads(capsys.readouterr().out)
     files = ["my_walker.py", "configs/experiment/my_walker.yaml", "test_my_walker.py"]
@@ -183,13 +181,7 @@ def test_target_templates_name_the_tip_and_targets_around_it() -> None:
         )
         rewards = {**term, "fast_joints": {"weight": -1}}
         commands = {"z": [0.6, 0.6]}
-        env = embodied_envs.make(
-            name,
-            num_envs=1,
-            seeds=[0],
-            rewards=rewards,
-            commands=commands,
-        )
+        env = embodied_envs.make(name, num_envs=1, seeds=[0], rewards=rewards, commands=commands)
         env.reset()
         assert env.step(torch.zeros(1, env.action_spec.size)).info
         env.close()
@@ -271,11 +263,7 @@ REFUSED = [
         "it has no actuators, .*<motor joint=",
     ),
     ("robot.xml", BALL.format("", ARM, MOTOR), "write --floor: body ball is free"),
-    (
-        "robot.urdf",
-        URDF,
-        "write --urdf robot.urdf instead of --mjcf",
-    ),
+    ("robot.urdf", URDF, "write --urdf robot.urdf instead of --mjcf"),
     (
         "robot.xml",
         (

@@ -232,12 +232,7 @@ def test_branches_are_linked_with_their_runs(tmp_path: Path) -> None:
     a, b, c, d = (str(tmp_path / name) for name in "abcd")
     assert found == {
         a: None,
-        b: {
-            "run": a,
-            "name": "a",
-            "update": 20,
-            "options": [["algorithm.lr", "0.001", "null"]],
-        },
+        b: {"run": a, "name": "a", "update": 20, "options": [["algorithm.lr", "0.001", "null"]]},
         c: {"run": None, "name": "gone", "update": 3, "options": []},
         d: None,
     }

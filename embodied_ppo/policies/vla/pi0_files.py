@@ -73,10 +73,7 @@ PARAMETERS: Patterns = (
     (r"^model\.vlm\.", "paligemma."),
     (r"^paligemma\.model\.", "paligemma."),
     (r"^paligemma\.language_model\.model\.", "paligemma.language_model."),
-    (
-        r"^paligemma\.(language_model\.)?lm_head\.",
-        "paligemma.language_model.embed_tokens.",
-    ),
+    (r"^paligemma\.(language_model\.)?lm_head\.", "paligemma.language_model.embed_tokens."),
     (r"^paligemma\.vision_tower\.vision_model\.", "paligemma.vision_tower."),
     (r"^paligemma\.", "trunk.vlm."),
     (r"^(embed_action_time\.)?(state_proj|action_in_proj|(action_)?time_mlp_)", r"embed.\2"),

@@ -42,10 +42,7 @@ PREFIX = "published/"
 CONFIGS: dict[str, dict[str, Any]] = {
     "pi0": {"type": "pi0"},
     "pi05": {"type": "pi05"},
-    "smolvla": {
-        "type": "smolvla",
-        "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct",
-    },
+    "smolvla": {"type": "smolvla", "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"},
     "openvla": {
         "model_type": "openvla",
         "vision_backbone_id": "dinosiglip-vit-so-224px",

@@ -64,7 +64,7 @@ VLM_SIZES: dict[str, dict[str, Any]] = {
             "patch_size": 16,
         },
         "scale_factor": 4,
-    },
+    }
 }
 """Sizes of the models that lerobot's ``vlm_model_name`` can name; its directories do not contain
 them.

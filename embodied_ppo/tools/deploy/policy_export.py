@@ -11,13 +11,7 @@ import torch
 from embodied_envs.base.errors import CheckpointError, ConfigError
 from embodied_envs.base.random import env_seeds
 from embodied_ppo.evaluation import language_evaluation, robot_evaluation
-from embodied_ppo.policies import (
-    causal_lm,
-    language_models,
-    lora,
-    peft_files,
-    robot_policy,
-)
+from embodied_ppo.policies import causal_lm, language_models, lora, peft_files, robot_policy
 from embodied_ppo.policies.checkpoint_files import copy_permissions
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pretrained import PublishedVLA

@@ -122,8 +122,5 @@ def _normalizer(state: StateDict, prefix: str, label: str) -> Normalizer | None:
     std, _ = state.need(f"{prefix}._std"), state.take(f"{prefix}._var")
     count = state.take(f"{prefix}.count")
     return imported.running_statistics(
-        *(mean, std, 1 if count is None else count, label),
-        is_std=True,
-        eps=NO_EPS,
-        std_eps=1e-2,
+        *(mean, std, 1 if count is None else count, label), is_std=True, eps=NO_EPS, std_eps=1e-2
     )

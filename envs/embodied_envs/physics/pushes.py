@@ -25,12 +25,7 @@ class Pushes:
     """
 
     def __init__(
-        self,
-        physics: Physics,
-        *,
-        id: str,
-        velocity: tuple[float, float],
-        interval: tuple[int, int],
+        self, physics: Physics, *, id: str, velocity: tuple[float, float], interval: tuple[int, int]
     ) -> None:
         """Find the base of the robot.
 

@@ -26,10 +26,7 @@ def chunked(
 def test_episode_end_inside_a_chunk_skips_remaining_actions(same_step: bool) -> None:
     """Chunks of 3; episode lengths 2, 4 (truncated), 7, and 3, which ends with the chunk."""
     env = chunked([2, 4, 7, 3], [False, True, False, False], 3, same_step=same_step)
-    assert env.action_spec.size == 3 and env.reset().shape == (
-        4,
-        3,
-    )  # pyright: ignore[reportAttributeAccessIssue]
+    assert env.action_spec.size == 3 and env.reset().shape == (4, 3)  # pyright: ignore[reportAttributeAccessIssue]
     step = env.step(torch.zeros(4, 3, 1))
     # rewards are 100 i + 10 episode + step
     assert step.reward.tolist() == [[1, 2, 0], [101, 102, 103], [201, 202, 203], [301, 302, 303]]
@@ -86,11 +83,7 @@ def test_rollout_discounts_within_and_between_chunks() -> None:
 @pytest.mark.parametrize("id", ["HalfCheetah-v4", "toy_envs:Balance"])
 def test_single_environments_restart_inside_a_chunk(id: str) -> None:
     """The executed steps of each episode add up to the time limit."""
-    options: dict[str, Any] = {
-        "num_envs": 3,
-        "seeds": [1, 2, 3],
-        "max_episode_steps": 7,
-    }
+    options: dict[str, Any] = {"num_envs": 3, "seeds": [1, 2, 3], "max_episode_steps": 7}
     env = embodied_envs.make(id, **options, action_chunk=3)
     env.reset()
     lengths = torch.zeros(3, dtype=torch.int64)

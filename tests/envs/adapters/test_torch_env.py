@@ -117,8 +117,7 @@ def test_end_without_final_obs_is_rejected() -> None:
     env = make("isaac")
     env.reset()
     with pytest.raises(
-        EnvError,
-        match=r"final_obs.*compute_final_obs=True.*final_observation=prev",
+        EnvError, match=r"final_obs.*compute_final_obs=True.*final_observation=prev"
     ):
         for _ in range(20):
             env.step(full_force())

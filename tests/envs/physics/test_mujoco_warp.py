@@ -380,10 +380,7 @@ def test_images_equal_opengls() -> None:
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
-    [
-        ({"nconmax": 1}, "nconmax.*1"),
-        ({"njmax": 7}, "njmax.*7"),
-    ],
+    [({"nconmax": 1}, "nconmax.*1"), ({"njmax": 7}, "njmax.*7")],
     ids=["contacts", "rows"],
 )
 def test_exceeded_capacity_is_an_error(kwargs: dict[str, int], message: str) -> None:

@@ -73,9 +73,7 @@ def test_drone_reads_the_vector_to_the_target_in_its_own_frame(
     env.close()
 
 
-def test_arm_of_envpool_is_near_the_target_that_it_reaches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_arm_of_envpool_is_near_the_target_that_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = asset_file("mujoco_menagerie/franka_emika_panda/scene.xml")
     monkeypatch.setattr(Reach, "mjcf", scene, raising=False)
     env = make("Reach")

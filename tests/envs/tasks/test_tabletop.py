@@ -11,10 +11,7 @@ from torch import Tensor
 
 import embodied_envs
 from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_envs.tasks.tabletop import (
-    HALF_EDGE,
-    Tabletop,
-)
+from embodied_envs.tasks.tabletop import HALF_EDGE, Tabletop
 from embodied_envs.tasks.tabletop_expert import Expert
 from embodied_envs.tasks.tabletop_language import (
     COLOURS,

@@ -14,11 +14,7 @@ from tiny_openvla_checkpoint import tiny_config
 from torch import Tensor
 
 from embodied_ppo.policies.vla import openvla
-from embodied_ppo.policies.vla.openvla import (
-    Embedded,
-    OpenVLA,
-    OpenVLABody,
-)
+from embodied_ppo.policies.vla.openvla import Embedded, OpenVLA, OpenVLABody
 
 STATS = {"q01": [-2.0, 0.0, 0.0], "q99": [2.0, 1.0, 0.5], "mask": [True, True, False]}
 CONFIG = tiny_config(

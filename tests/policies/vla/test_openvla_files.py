@@ -72,8 +72,7 @@ def test_bins_agree_with_the_published_code() -> None:
     x = np.random.default_rng(0).uniform(-1.1, 1.1, (5000, 3))
     action = torch.from_numpy(x * [2, 0.5, 1] + [0, 0.5, 0])
     assert np.array_equal(
-        31999 - tokens.bins(action)[:, 2].numpy(),
-        32000 - np.digitize(x.clip(-1, 1), edges)[:, 2],
+        31999 - tokens.bins(action)[:, 2].numpy(), 32000 - np.digitize(x.clip(-1, 1), edges)[:, 2]
     )
     every = torch.arange(256).unsqueeze(1).expand(-1, 3)
     assert torch.equal(tokens.bins(tokens.actions(every)), every.clamp_max(254))
@@ -223,11 +222,7 @@ def config_json() -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         "use_fused_vision_backbone": True,
         "vision_backbone_id": "dinosiglip-vit-so-224px",
-        "vision_sizes": {
-            "dino": CONFIG.dino,
-            "siglip": CONFIG.siglip,
-            "image_size": 28,
-        },
+        "vision_sizes": {"dino": CONFIG.dino, "siglip": CONFIG.siglip, "image_size": 28},
     }
 
 

@@ -77,8 +77,7 @@ def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:
 # ----------------------------------------------------------------------------- act and evaluate
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("chain", "trunk"),
-    [("one", "frozen"), ("sum", "adapters"), ("mean, learned", "trained")],
+    ("chain", "trunk"), [("one", "frozen"), ("sum", "adapters"), ("mean, learned", "trained")]
 )
 def test_evaluate_reproduces_act_for_any_micro_batch(folder: Path, chain: str, trunk: str) -> None:
     policy = make(folder, **CHAINS[chain], **TRUNKS[trunk])
@@ -420,11 +419,7 @@ def test_train_and_evaluate(
     summary = run_command(capsys, "train", "experiment=pi0_tabletop", *SMALL, *options)
     assert summary["updates"] == 2 and summary["final_return"] is not None
     evaluation = run_command(
-        capsys,
-        "evaluate",
-        f"checkpoint={summary['checkpoint']}",
-        "episodes=2",
-        "video=false",
+        capsys, "evaluate", f"checkpoint={summary['checkpoint']}", "episodes=2", "video=false"
     )
     assert evaluation["eval/return"] == summary["final_return"]
     weights = torch.load(Path(summary["checkpoint"]) / "policy.pt", weights_only=True)

@@ -208,10 +208,7 @@ def test_adapters_of_other_base_weights_are_refused(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"note": "another"}))
     other = policy_of(folder, **ADAPTED)
-    with pytest.raises(
-        CheckpointError,
-        match=r"model\.checkpoint=\S+openvla",
-    ):
+    with pytest.raises(CheckpointError, match=r"model\.checkpoint=\S+openvla"):
         checkpoint.load_weights(other, policy.state_dict(), "policy.pt")
     with pytest.raises(CheckpointError, match=r"lora_A.*this model needs \(2, 16\)"):
         checkpoint.load_weights(policy_of(folder, lora_rank=2), policy.state_dict(), "policy.pt")
@@ -285,10 +282,7 @@ def test_missing_weights_are_refused(tmp_path: Path) -> None:
     missing = next(name for name in weights if "q_proj" in name)
     del weights[missing]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(
-        ConfigError,
-        match=r"model\.checkpoint=\S+: .*q_proj\.weight",
-    ):
+    with pytest.raises(ConfigError, match=r"model\.checkpoint=\S+: .*q_proj\.weight"):
         policy_of(folder)
 
 

@@ -312,10 +312,7 @@ def test_what_the_integrator_expects_is_checked(
 
 @pytest.mark.parametrize(
     ("observation", "message"),
-    [
-        (np.zeros(16), "(17,)"),
-        (np.where(np.arange(17) == 3, np.nan, 0), "bshin position"),
-    ],
+    [(np.zeros(16), "(17,)"), (np.where(np.arange(17) == 3, np.nan, 0), "bshin position")],
 )
 def test_wrong_observations_are_refused(observation: Any, message: str, policy: Policy) -> None:
     with pytest.raises(BundleError) as error:
@@ -326,10 +323,7 @@ def test_wrong_observations_are_refused(observation: Any, message: str, policy: 
 # ----------------------------------------------------------------------------------------- refusals
 @pytest.mark.parametrize(
     ("path", "value", "message"),
-    [
-        (("format",), 3, "format 3"),
-        (("outputs", 0, "name"), "action", ""),
-    ],
+    [(("format",), 3, "format 3"), (("outputs", 0, "name"), "action", "")],
 )
 def test_bundles_that_cannot_be_read_are_refused(
     path: tuple[Any, ...], value: Any, message: str, cheetah: Path, tmp_path: Path

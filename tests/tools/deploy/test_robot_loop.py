@@ -115,11 +115,7 @@ def test_bundle_describes_the_robot(policy: Policy) -> None:
         hip = info["actuators"][0]
         assert (hip["kp"], hip["kd"], hip["force"]) == (35, 0.5, 23.7)
         assert robot["home"][:3] == [0.1, 0.9, -1.8] == robot["home_target"][:3]
-        assert robot["tracks"] == [
-            "base_velocity x",
-            "base_velocity y",
-            "base_angular_velocity z",
-        ]
+        assert robot["tracks"] == ["base_velocity x", "base_velocity y", "base_angular_velocity z"]
         assert len(robot["tracking"]) == 7
         assert (policy.folder / "observation.py").read_text().count("estimator") == 1
     else:

@@ -79,9 +79,7 @@ def test_documented_block_converts_without_loss(name: str, capsys: pytest.Captur
         assert rows[path]["value"] == value and rows[path]["source"].endswith("imported.yaml"), path
 
 
-def test_missing_required_options_are_reported(
-    capsys: pytest.CaptureFixture[str],
-):
+def test_missing_required_options_are_reported(capsys: pytest.CaptureFixture[str]):
     Path("configs/experiment").mkdir(parents=True)
     migration = convert("verl", VERL)
     assert set(migration.to_write) == {"data.train", "data.eval", "updates"}

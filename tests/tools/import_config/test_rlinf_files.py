@@ -98,8 +98,7 @@ def test_most_valuable_files_have_rlinf_meaning(
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["maniskill_sac_mlp", "libero_spatial_ppo_gr00t", "realworld_eval_dual_franka"],
+    "name", ["maniskill_sac_mlp", "libero_spatial_ppo_gr00t", "realworld_eval_dual_franka"]
 )
 def test_refused_file_is_one_line_and_writes_nothing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
