@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embodied_envs.base import tree
-from embodied_envs.types import ArraySpec
+from embodied_envs.types import ArraySpec, Box
+from embodied_ppo.options.schema import ModelConfig
 
 
 def random_observations(
@@ -83,3 +85,23 @@ def perturb_new_parameters(policy: torch.nn.Module) -> None:
         for name, p in policy.named_parameters():
             if name.startswith(("value_head", "scale")) or "lora_" in name:
                 p.add_(0.2 * torch.randn_like(p))
+
+
+def flow_policy(
+    policy_class: Any,
+    folder: Path,
+    spec: Mapping[str, ArraySpec],
+    sentences: Sequence[str],
+    *,
+    chunk: int,
+    size: int,
+    seed: int = 0,
+    **options: Any,
+) -> Any:
+    """Return the policy of a flow checkpoint for ``chunk`` actions of ``size`` numbers."""
+    torch.manual_seed(seed)
+    config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
+    box = Box((-1.0,) * (chunk * size), (1.0,) * (chunk * size))
+    policy = policy_class(spec, box, config, chunk=chunk, sentences=sentences)
+    perturb_new_parameters(policy)
+    return policy

@@ -32,6 +32,7 @@ from tests.integration.option_cases import (
     Rows,
     cached,
     final_weights,
+    without_needs,
 )
 
 FILES = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "options_language"
@@ -93,16 +94,17 @@ SAMPLED = {"evaluation.deterministic": False}
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     **SHARED_CHANGES,
-    "algorithm.update_epoch": (3, {}),
-    "algorithm.global_batch_size": (8, {}),
-    "algorithm.rollout_batch_size": (16, {}),
+    **without_needs("""algorithm.update_epoch=3 algorithm.global_batch_size=8
+        algorithm.rollout_batch_size=16
+        algorithm.response_length=5 algorithm.missing_eos_penalty=0.5
+        algorithm.ratio_level=sequence algorithm.length_adaptive_alpha=0.5
+        algorithm.positive_nll_weight=0.5 algorithm.loss_agg_func=seq-mean-token-sum
+        algorithm.lr=0.001 actor.model.dtype=bfloat16 critic.loss_agg_func=seq-mean-token-mean
+        critic.update_epoch=1 critic.global_batch_size=8 critic.lr=0.001 rollout.temperature=0.5
+        rollout.truncation=drop rollout.overlong_buffer=4 data.task=scratchpad
+        data.shuffle=false warm_start.steps=1"""),
     "algorithm.prompt_length": (7, PROMPTS),
-    "algorithm.response_length": (5, {}),
     "algorithm.recompute_log_probs": (True, {}),  # with one rollout of lag, see LAG
-    "algorithm.missing_eos_penalty": (0.5, {}),
-    "algorithm.ratio_level": ("sequence", {}),
-    "algorithm.length_adaptive_alpha": (0.5, {}),
-    "algorithm.positive_nll_weight": (0.5, {}),
     "algorithm.reward_groups": (
         {"score": {"weight": 0.1}},
         {**GROUPS, "algorithm.adv_type": "grpo", "algorithm.normalize_advantages": False},
@@ -112,37 +114,24 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         1,
         {**GROUPS, "algorithm.adv_type": "grpo", "algorithm.group_filter": "success"},
     ),
-    "algorithm.loss_agg_func": ("seq-mean-token-sum", {}),
     "algorithm.loss_scale_factor": (
         3.0,
         {"algorithm.loss_agg_func": "seq-mean-token-sum-norm", "algorithm.max_grad_norm": 100.0},
     ),
-    "algorithm.lr": (1e-3, {}),
     "actor.model.path": (str(FILES / "model"), {}),
     "actor.model.architecture": ({"hidden_size": 24}, {}),
-    "actor.model.dtype": ("bfloat16", {}),
     "actor.tokenizer": (str(FILES / "plain"), PROMPTS),
     "actor.model.lora_rank": (2, {"actor.model.path": str(FILES / "model")}),
     "critic.model.path": (str(FILES / "model"), {}),
     "critic.model.lora_rank": (2, {"actor.model.path": str(FILES / "model")}),
-    "critic.loss_agg_func": ("seq-mean-token-mean", {}),
-    "critic.update_epoch": (1, {}),
-    "critic.global_batch_size": (8, {}),
-    "critic.lr": (1e-3, {}),
-    "rollout.temperature": (0.5, {}),
     "rollout.stop": (["0", "11"], {}),
-    "rollout.truncation": ("drop", {}),
-    "rollout.overlong_buffer": (4, {}),
-    "data.task": ("scratchpad", {}),
     "data.train": ([str(FILES / "more.jsonl")], PROMPTS),
     "data.prompt_key": ("task", PROMPTS),
     "data.answer_key": ("truth", PROMPTS),
     "data.chat_template": ("never", PROMPTS),
-    "data.shuffle": (False, {}),
     "reward.terms": ({"even": {"grader": f"{FILES / 'even.py'}:other"}}, {}),
     "reward.grader": (f"{FILES / 'even.py'}:other", {}),
     "reward.model.path": (str(FILES / "reward"), {}),
-    "warm_start.steps": (1, {}),
 }
 LAG: dict[str, int] = {
     f"algorithm.{x}": 1 for x in ("off_policy_correction", "off_policy_cap", "recompute_log_probs")

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import run_helpers
+
 from embodied_ppo.options.schema import Config, Mode
 
 Rows = list[dict[str, float]]
@@ -20,35 +22,34 @@ IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
 IN_LOSS = {"algorithm.use_kl_loss": True, "algorithm.kl_loss_coef": 1.0}
 
+
+def without_needs(text: str) -> dict[str, tuple[Any, Needs]]:
+    """Return entries of ``OptionCases.changes`` that need no other option, see ``options``."""
+    return {path: (value, {}) for path, value in run_helpers.options(text).items()}
+
+
 SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
-    "algorithm.adv_type": ("reinforce_plus_plus", {}),
-    "algorithm.gamma": (0.5, {}),
-    "algorithm.gae_lambda": (0.5, {}),
-    "algorithm.gae_lambda_value": (0.5, {}),
-    "algorithm.normalize_advantages": (False, {}),
-    "algorithm.advantage_clip": (0.5, {}),
-    "algorithm.reward_clip": (0.1, {}),
+    **without_needs("""algorithm.adv_type=reinforce_plus_plus algorithm.gamma=0.5
+        algorithm.gae_lambda=0.5
+        algorithm.gae_lambda_value=0.5 algorithm.normalize_advantages=false
+        algorithm.advantage_clip=0.5 algorithm.reward_clip=0.1 algorithm.reward_norm=batch
+        algorithm.whiten_rewards=true algorithm.group_size=2 algorithm.policy_loss=cispo
+        algorithm.clip_ratio_low=0.01 algorithm.clip_ratio_high=0.01 algorithm.clip_ratio_c=1.01
+        algorithm.entropy_bonus=0.1 algorithm.target_kl_stop=1.0e-06 algorithm.use_kl_loss=true
+        algorithm.use_kl_in_reward=true algorithm.value_clip=0.01 algorithm.huber_delta=0.01
+        algorithm.critic_warmup=1 algorithm.lr_schedule=linear algorithm.lr_warmup=2
+        algorithm.max_grad_norm=0.01 algorithm.adam_betas=[0.5,0.9] algorithm.adam_eps=0.1
+        algorithm.weight_decay=0.1"""),
     "algorithm.reward_clip_order": (
         "after_norm",
         {"algorithm.reward_clip": 0.5, "algorithm.reward_norm": "batch"},
     ),
-    "algorithm.reward_norm": ("batch", {}),
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
-    "algorithm.whiten_rewards": (True, {}),
-    "algorithm.group_size": (2, {}),
-    "algorithm.policy_loss": ("cispo", {}),
-    "algorithm.clip_ratio_low": (0.01, {}),
-    "algorithm.clip_ratio_high": (0.01, {}),
-    "algorithm.clip_ratio_c": (1.01, {}),
-    "algorithm.entropy_bonus": (0.1, {}),
     "algorithm.entropy_end": (0.0, {"algorithm.entropy_bonus": 0.1}),
     "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
-    "algorithm.target_kl_stop": (1e-6, {}),
-    "algorithm.use_kl_loss": (True, {}),
     "algorithm.kl_loss_coef": (0.1, IN_LOSS),
     "algorithm.kl_loss_type": ("k2", IN_LOSS),
-    "algorithm.use_kl_in_reward": (True, {}),
     "algorithm.kl_penalty": ("abs", IN_REWARD),
     "algorithm.kl_ctrl.type": ("adaptive", IN_REWARD),
     "algorithm.kl_ctrl.kl_coef": (0.1, IN_REWARD),
@@ -56,9 +57,6 @@ SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
     "algorithm.kl_ctrl.target_kl": (1e-9, ADAPTIVE_KL),
     "algorithm.off_policy_correction": ("token", {}),  # with one rollout of lag, see LAG
     "algorithm.off_policy_cap": (0.5, {"algorithm.off_policy_correction": "token"}),
-    "algorithm.value_clip": (0.01, {}),
-    "algorithm.huber_delta": (0.01, {}),
-    "algorithm.critic_warmup": (1, {}),
     "algorithm.critic_warmup_variance": (
         1e-6,
         {
@@ -69,14 +67,8 @@ SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
             "algorithm.value_clip": None,
         },
     ),
-    "algorithm.lr_schedule": ("linear", {}),
     "algorithm.lr_end": (0.5, {"algorithm.lr_schedule": "cosine"}),
-    "algorithm.lr_warmup": (2, {}),
     "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),
-    "algorithm.max_grad_norm": (0.01, {}),
-    "algorithm.adam_betas": ([0.5, 0.9], {}),
-    "algorithm.adam_eps": (0.1, {}),
-    "algorithm.weight_decay": (0.1, {}),
 }
 """Entries of ``OptionCases.changes`` that are the same in both modes."""
 

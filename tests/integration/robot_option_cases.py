@@ -21,6 +21,7 @@ from tests.integration.option_cases import (
     Rows,
     cached,
     final_weights,
+    without_needs,
 )
 
 POINT = {"env.id": "toy_envs:toy_envs/Point-v0", "env.num_threads": 0}
@@ -83,14 +84,21 @@ CURIOUS = {"algorithm.curiosity.weight": 1.0}
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     **SHARED_CHANGES,
-    "env.id": ("Swimmer-v4", {}),
+    **without_needs("""env.id=Swimmer-v4 algorithm.popart=0.1 env.num_envs=8 env.max_episode_steps=5
+        env.action_chunk=2 env.realism.action_delay=2 env.realism.joint_delay=[0,2]
+        env.realism.obs_delay=[1,3] env.realism.obs_noise=0.5 env.realism.obs_bias=0.5
+        env.realism.obs_dropout=0.5 env.realism.action_rate_limit=0.05
+        env.restart_each_rollout=true model.history=2 algorithm.curiosity.weight=0.5
+        model.hidden=[8] model.activation=relu model.layer_norm=true model.wide_obs=2
+        model.shared_backbone=false model.distribution=squashed_gaussian
+        model.state_dependent_std=true model.init_log_std=-1.0 model.normalize_obs=false
+        model.obs_clip=0.5 model.obs_eps=0.5 algorithm.horizon=16 algorithm.update_epoch=2
+        algorithm.global_batch_size=32 algorithm.minibatch_unit=column algorithm.rpo_alpha=0.5
+        algorithm.logprob_type=token_level algorithm.value_loss_coef=0.1 algorithm.lr=0.0001
+        algorithm.value_lr=0.0001"""),
     "env.task_weights": ([3, 1], {"env.id": ["Swimmer-v4", "Reacher-v4"]}),
-    "algorithm.popart": (0.1, {}),
     "env.tasks": (["Swimmer-v4", "Reacher-v4"], {"env.id": "Swimmer-v4"}),
     "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),
-    "env.num_envs": (8, {}),
-    "env.max_episode_steps": (5, {}),
-    "env.action_chunk": (2, {}),
     "env.obs_keys": (["orientations"], {"env.id": "AcrobotSwingup-v1"}),
     "model.actor_obs": (["orientations"], GROUPS),
     "model.critic_obs": (["orientations", "velocity"], GROUPS),
@@ -103,16 +111,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"tracking_lin_vel": {"weight": 3.0}},
         {"env.id": "Go1Joystick", "env.num_threads": 1},
     ),
-    "env.realism.action_delay": (2, {}),
-    "env.realism.joint_delay": ([0, 2], {}),
-    "env.realism.obs_delay": ([1, 3], {}),
-    "env.realism.obs_noise": (0.5, {}),
-    "env.realism.obs_bias": (0.5, {}),
-    "env.realism.obs_dropout": (0.5, {}),
-    "env.realism.action_rate_limit": (0.05, {}),
     "env.realism.push_velocity": (1.0, DRIFTER),
     "env.action_mapping": ("clip", {"env.id": "InvertedPendulum-v4"}),
-    "env.restart_each_rollout": (True, {}),
     "env.restart_every": (8, {"env.max_episode_steps": 4}),
     "env.kwargs": ({"far": 3.0}, POINT),
     "model.policy": ("token", CAMERA),
@@ -140,35 +140,18 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.flow_noise": ("learned", {**FLOW, "model.flow_chain": "sum"}),
     "model.flow_eta": (0.3, FLOW),
     "model.flow_chain": ("sum", FLOW),
-    "model.history": (2, {}),
     "model.recurrent": ("gru", COLUMNS),
     "model.recurrent_size": (8, RECURRENT),
     "model.network": (NETWORK, {}),
-    "algorithm.curiosity.weight": (0.5, {}),
     "algorithm.curiosity.gamma": (0.5, CURIOUS),
     "algorithm.curiosity.decay": (2, CURIOUS),
     "algorithm.reward_groups": ({"run": {"terms": ["reward_run"], "gamma": 0.5}, "other": {}}, {}),
     "model.network_options": ({"width": 8}, {"model.network": NETWORK}),
     "model.pooling": ("spatial_softmax", PICTURES),
-    "model.hidden": ([8], {}),
-    "model.activation": ("relu", {}),
-    "model.layer_norm": (True, {}),
-    "model.wide_obs": (2, {}),
-    "model.shared_backbone": (False, {}),
-    "model.distribution": ("squashed_gaussian", {}),
-    "model.state_dependent_std": (True, {}),
-    "model.init_log_std": (-1.0, {}),
     "model.min_log_std": (-1.0, {"model.init_log_std": -1.0}),
     "model.max_log_std": (-1.0, {"model.init_log_std": -1.0}),
-    "model.normalize_obs": (False, {}),
-    "model.obs_clip": (0.5, {}),
-    "model.obs_eps": (0.5, {}),
     "model.critic_hidden": ([8], {"model.shared_backbone": False}),
-    "algorithm.horizon": (16, {}),
     "algorithm.rollout_epoch": (2, {"env.restart_each_rollout": True}),
-    "algorithm.update_epoch": (2, {}),
-    "algorithm.global_batch_size": (32, {}),
-    "algorithm.minibatch_unit": ("column", {}),
     "algorithm.bootstrap_type": ("always", FALLING),
     "algorithm.ratio_level": ("chunk", {"algorithm.logprob_type": "token_level"}),
     "algorithm.group_filter": ("success", SUCCESSES),
@@ -178,15 +161,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         3.0,
         {**COLUMNS, "algorithm.loss_agg_func": "seq-mean-token-sum-norm"},
     ),
-    "algorithm.rpo_alpha": (0.5, {}),
     "algorithm.symmetry": ("augment", WALKING),
     "algorithm.symmetry_coef": (0.1, {**WALKING, "algorithm.symmetry": "loss"}),
-    "algorithm.logprob_type": ("token_level", {}),
     "algorithm.entropy_type": ("token_level", {"algorithm.entropy_bonus": 0.1}),
     "algorithm.reward_type": ("action_level", CHUNKS),
-    "algorithm.value_loss_coef": (0.1, {}),
-    "algorithm.lr": (1e-4, {}),
-    "algorithm.value_lr": (1e-4, {}),
 }
 LAG = {"algorithm.off_policy_correction": 1}
 """Options for experience that an older policy made -> rollouts between acting and learning."""

@@ -16,17 +16,12 @@ from run_helpers import run_command
 from safetensors.torch import load_file, save_file
 from tiny_pi0_checkpoint import tiny_model, write_checkpoint
 from torch import Tensor
-from vla_policy_checks import (
-    check_evaluate_reproduces_act,
-    perturb_new_parameters,
-    random_observations,
-)
+from vla_policy_checks import check_evaluate_reproduces_act, flow_policy, random_observations
 
 from embodied_envs.base import tree
 from embodied_envs.base.errors import ConfigError
-from embodied_envs.types import ArraySpec, Box, ObsSpec
+from embodied_envs.types import ArraySpec, ObsSpec
 from embodied_ppo.commands import main
-from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.vla import pi0_files
 from embodied_ppo.policies.vla.pi0 import KEYS, PI0
 from embodied_ppo.policies.vla.prefix import TimeEncoding
@@ -62,12 +57,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(
     folder: Path, seed: int = 0, spec: ObsSpec = SPEC, size: int = A, chunk: int = C, **options: Any
 ) -> PI0:
-    torch.manual_seed(seed)
-    config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
-    box = Box((-1.0,) * (chunk * size), (1.0,) * (chunk * size))
-    policy = PI0(spec, box, config, chunk=chunk, sentences=SENTENCES)
-    perturb_new_parameters(policy)
-    return policy
+    sizes = {"chunk": chunk, "size": size, "seed": seed}
+    return flow_policy(PI0, folder, spec, SENTENCES, **sizes, **options)
 
 
 def observations(rows: int = B, seed: int = 0) -> dict[str, Tensor]:

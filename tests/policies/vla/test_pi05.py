@@ -13,16 +13,11 @@ import torch
 from safetensors.torch import load_file
 from tiny_pi0_checkpoint import tiny_model, write_checkpoint
 from torch import Tensor
-from vla_policy_checks import (
-    check_evaluate_reproduces_act,
-    perturb_new_parameters,
-    random_observations,
-)
+from vla_policy_checks import check_evaluate_reproduces_act, flow_policy, random_observations
 
 from embodied_envs.base.errors import ConfigError
-from embodied_envs.types import ArraySpec, Box, ObsSpec
+from embodied_envs.types import ArraySpec, ObsSpec
 from embodied_ppo.options import openpi_configs
-from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.vla import published
 from embodied_ppo.policies.vla.pi0 import KEYS, PI0
 from embodied_ppo.policies.vla.pi05 import PI05
@@ -51,12 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, policy_class: type[PI0] = PI05, **options: Any) -> Any:
-    torch.manual_seed(0)
-    config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
-    box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
-    policy = policy_class(SPEC, box, config, chunk=C, sentences=SENTENCES)
-    perturb_new_parameters(policy)
-    return policy
+    return flow_policy(policy_class, folder, SPEC, SENTENCES, chunk=C, size=A, **options)
 
 
 @pytest.mark.slow

@@ -15,15 +15,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_smolvla_checkpoint import CONFIG, write_checkpoint
-from vla_policy_checks import (
-    check_evaluate_reproduces_act,
-    perturb_new_parameters,
-    random_observations,
-)
+from vla_policy_checks import check_evaluate_reproduces_act, flow_policy, random_observations
 
 from embodied_envs.base.errors import ConfigError
-from embodied_envs.types import ArraySpec, Box, ObsSpec
-from embodied_ppo.options.schema import ModelConfig
+from embodied_envs.types import ArraySpec, ObsSpec
 from embodied_ppo.policies.vla import smolvla
 from embodied_ppo.policies.vla.pi0 import KEYS
 from embodied_ppo.policies.vla.smolvla import SmolVLA
@@ -43,12 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(folder: Path, **options: Any) -> SmolVLA:
-    torch.manual_seed(0)
-    config = ModelConfig(policy="flow", checkpoint=str(folder), **options)
-    box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
-    policy = SmolVLA(SPEC, box, config, chunk=C, sentences=SENTENCES)
-    perturb_new_parameters(policy)
-    return policy
+    return flow_policy(SmolVLA, folder, SPEC, SENTENCES, chunk=C, size=A, **options)
 
 
 @pytest.mark.parametrize("trunk", [{}, {"freeze_trunk": True}, {"lora_rank": 4}], ids=str)
