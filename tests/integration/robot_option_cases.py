@@ -201,29 +201,13 @@ def _run(options: dict[str, Any], lag: int) -> Rows:
 
 
 train = cached(_run)
+GROUPED = {"algorithm.group_size": 2, "env.restart_each_rollout": True}
+GROUPED["env.max_episode_steps"] = 6
 OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     # values with other branches than those above
     "algorithm.adv_type": [  # reinforce is reinforce_plus_plus, both with normalize_advantages
-        (
-            kind,
-            {
-                "algorithm.group_size": 2,
-                "env.restart_each_rollout": True,
-                "env.max_episode_steps": 6,
-            },
-        )
-        for kind in ("gae", "grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline")
-    ]
-    + [
-        (
-            "dr_grpo",
-            {
-                "algorithm.group_size": 2,
-                "algorithm.normalize_advantages": False,
-                "env.restart_each_rollout": True,
-                "env.max_episode_steps": 6,
-            },
-        )
+        (kind, GROUPED | ({"algorithm.normalize_advantages": False} if kind == "dr_grpo" else {}))
+        for kind in ("gae", "grpo", "dr_grpo", "rloo", "reinforce", "reinforce_plus_plus_baseline")
     ],
     "algorithm.reward_norm": [
         (kind, {"algorithm.group_size": 2, "env.restart_each_rollout": True})
