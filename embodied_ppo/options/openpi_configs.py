@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 from embodied_envs.base.errors import ConfigError, choose
 
 
@@ -39,47 +41,10 @@ class OpenPIConfig:
     adapts: bool = False
 
 
-def _droid(horizon: int, *, state: bool, joints: bool = False) -> OpenPIConfig:
-    """Return a configuration of DROID, with joint positions or velocities as actions."""
-    return OpenPIConfig(horizon, 2, "droid", tuple(range(7)) if joints else (), state)
-
-
-_ARM, _ARMS = (0, 1, 2, 3, 4, 5), (0, 1, 2, 3, 4, 5, 7, 8, 9, 10, 11, 12)
-_ALOHA, _ALOHA05 = (
-    OpenPIConfig(50, 3, "trossen", _ARMS, state, adapts=True) for state in (False, True)
-)
-CONFIGS: dict[str, OpenPIConfig] = {
-    "pi0_libero": OpenPIConfig(50, 2, "libero", _ARM),
-    "pi0_libero_low_mem_finetune": OpenPIConfig(50, 2, "libero", _ARM),
-    "pi05_libero": OpenPIConfig(10, 2, "libero"),
-    "pi0_droid": _droid(10, state=False),
-    "pi0_droid_jointpos_polaris": _droid(10, state=False, joints=True),
-    "pi05_droid": _droid(15, state=True),
-    "pi05_droid_jointpos_polaris": _droid(15, state=True, joints=True),
-    "pi05_droid_finetune": _droid(16, state=True),
-    "pi05_full_droid_finetune": _droid(16, state=True, joints=True),
-    **dict.fromkeys(("pi0_aloha", "pi0_aloha_towel", "pi0_aloha_tupperware"), _ALOHA),
-    "pi0_aloha_pen_uncap": _ALOHA,
-    **dict.fromkeys(("pi05_aloha", "pi05_aloha_pen_uncap"), _ALOHA05),
-    "pi0_aloha_sim": OpenPIConfig(50, 1, "aloha_sim_transfer_cube_human", adapts=True),
-    # RLinf's
-    "pi0_maniskill": OpenPIConfig(50, 1, "maniskill"),
-    "pi05_maniskill": OpenPIConfig(10, 1, "maniskill"),
-    "pi05_maniskill_sim_real_co_training": OpenPIConfig(8, 1, "pick_and_place_real"),
-    "pi05_franka": OpenPIConfig(8, 1, "real_rl"),
-    **dict.fromkeys(("pi0_metaworld", "pi05_metaworld"), OpenPIConfig(5, 1, "metaworld_mt50")),
-    **dict.fromkeys(("pi0_calvin", "pi05_calvin"), OpenPIConfig(5, 2, "InternData-Calvin_ABC")),
-    "pi0_aloha_robotwin": OpenPIConfig(50, 3, "robotwin", _ARMS),
-    "pi05_aloha_robotwin": OpenPIConfig(50, 3, "robotwin", _ARMS, state=True, adapts=True),
-    "pi0_robocasa_human": OpenPIConfig(5, 0, "robocasa_all_human"),
-    **dict.fromkeys(("pi0_robocasa365", "robocasa365"), OpenPIConfig(50, 0, "robocasa")),
-    "pi0_behavior": OpenPIConfig(50, 2, "behavior", _ARM),
-    "pi05_behavior": OpenPIConfig(32, 3, "behavior", state=True),
-    "pi05_gsenv": OpenPIConfig(5, 1, "GSEnv-PutCubeOnPlate-v0"),
-    "pi05_isaaclab_stack_cube": OpenPIConfig(10, 2, "IsaacLab-Stack-Cube-Data"),
-    "pi0_droid_polaris": _droid(10, state=False, joints=True),
-    "pi05_droid_polaris": _droid(15, state=True, joints=True),
-    "pi0_realworld": OpenPIConfig(10, 2, "realworld_franka_bin_relocation"),
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+CONFIGS = {
+    name: OpenPIConfig(**entry | {"delta": tuple(entry.get("delta", ()))})
+    for name, entry in _TABLE.items()
 }
 """Name of a configuration -> its values."""
 
