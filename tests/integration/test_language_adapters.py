@@ -122,11 +122,36 @@ def test_engine_decodes_with_a_merged_copy(base: Path) -> None:
     assert (logits(rounded) - logits(policy)).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_decoding_without_adapters_equals_the_base(base: Path, dtype: str) -> None:
+    """Adapters that are new (B = 0), or removed after a training, change no bit."""
+    more, sampling = {"actor.model.dtype": dtype}, Sampling(max_tokens=6)
+    new = language_models.make_policy(
+        config(options(base, **more)), synthetic_tasks.tokenizer(), torch.device("cpu")
+    )
+    removed = trained_policy(base, **more)
+    lora.remove(removed)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    policies = (LanguagePolicy(plain, compute=getattr(torch, dtype)), new, removed)
+    for copied in (True, False):
+        engines = [
+            Engine(p, slots=2, pad_id=0, static=copied, copy_weights=copied) for p in policies
+        ]
+        expected, *others = (
+            e.generate([[3, 4], [5, 6, 7], [8]], sampling, seed=0) for e in engines
+        )
+        for other in others:
+            assert torch.equal(other.token, expected.token)
+            assert torch.equal(other.log_prob, expected.log_prob)
+
+
 @pytest.fixture(scope="module")
 def exported(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run and its two exports."""
     folder = tmp_path_factory.mktemp("exported")
-    assert train(folder / "run", base)[-1]["kl/to_reference"] > 0
+    _, first, *_, last = train(folder / "run", base)
+    # The first rollout acts with the base.
+    assert abs(first["kl/to_reference"]) < 1e-7 < last["kl/to_reference"]
     command = ["export", "--quiet", f"checkpoint={folder / 'run'}"]
     assert main.main([*command, f"out={folder / 'merged'}"]) == 0
     assert main.main([*command, f"out={folder / 'adapter'}", "lora=adapter"]) == 0
