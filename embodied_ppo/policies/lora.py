@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from embodied_envs.base.errors import CheckpointError
+from embodied_ppo.policies import peft_files
 
 BASE = "base_sha256"
 """Entry of a state_dict, uint8 [32]: digest of the directory that holds the weights which the
@@ -250,18 +251,21 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 # ------------------------------------------------------------------------------------------ weights
 def digest(folder: str | Path) -> Tensor:
-    """Return the sha256 of names and bytes of a directory's config.json and safetensors, uint8
-    [32].
+    """Return the sha256 of names and bytes of a directory's config.json and safetensors, with
+    those of an adapter's base model, uint8 [32].
 
     Raises:
         OSError: A file cannot be read.
     """
+    folder = Path(folder)
+    adapter, base = peft_files.adapter_folder(folder), peft_files.base_folder(folder)
+    names = ("config.json", peft_files.CONFIG if adapter else "")
     files = [
         file
-        for file in Path(folder).iterdir()
-        if file.suffix == ".safetensors" or file.name == "config.json"
+        for directory in dict.fromkeys((folder, adapter or folder, base))
+        for file in sorted(directory.iterdir())
+        if file.suffix == ".safetensors" or file.name in names
     ]
-    files.sort()
 
     def file_digest(file: Path) -> bytes:
         with open(file, "rb") as f:

@@ -14,15 +14,22 @@ peft multiplies B A by ``lora_alpha / r``, as ``lora.LoRALinear`` does.
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from embodied_envs.base.errors import CheckpointError, ConfigError
-from embodied_ppo.policies.checkpoint_files import copy_permissions, read_json
+from embodied_envs.base.errors import CheckpointError, ConfigError, show
+from embodied_ppo.policies.checkpoint_files import (
+    check_supported,
+    config_errors,
+    copy_permissions,
+    read_json,
+)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -30,6 +37,18 @@ PREFIX = "base_model.model."
 ADAPTERS = (".lora_A.", ".lora_B.")
 """Parts of the parameter names of adapters. In our names, the name of the adapter, "default",
 follows them.
+"""
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian"),
+    **dict.fromkeys(("use_dora", "use_qalora", "fan_in_fan_out", "lora_bias"), (False,)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), ({},)),
+    **dict.fromkeys(("layer_replication", "megatron_config", "trainable_token_indices"), (None,)),
+    **dict.fromkeys(("target_parameters", "alora_invocation_tokens"), (None,)),
+}
+"""Values of fields of adapter_config.json that ``Adapter`` reads, the default first. Most other
+initialisations (PiSSA, OLoRA, CorDA, LoftQ) change the weights of the base model.
 """
 
 
@@ -116,18 +135,112 @@ def load_into(parameters: Mapping[str, Tensor], folder: str | Path) -> None:
         parameters[name].copy_(stored[key])
 
 
-def check_no_adapter(folder: str | Path) -> None:
-    """Check that a directory contains a model, not an adapter.
+def adapter_folder(folder: Path) -> Path | None:
+    """Return the directory of an adapter in ``folder``; None: ``folder`` holds a whole model.
+
+    OpenVLA-OFT's training writes the adapter into ``lora_adapter``. Its published models hold one,
+    too, beside the merged weights.
+    """
+    if any(folder.glob("model*.safetensors*")):
+        return None
+    folders = (folder, folder / "lora_adapter")
+    return next((x for x in folders if (x / CONFIG).is_file()), None)
+
+
+def base_folder(folder: Path) -> Path:
+    """Return the directory of an adapter's base model, or ``folder`` if it holds a whole model.
 
     Raises:
-        ConfigError: It contains an adapter.
+        ConfigError: The adapter names no local directory.
     """
-    folder = Path(folder)
-    if (folder / CONFIG).is_file() and not any(folder.glob("model*.safetensors")):
-        label = f"model.checkpoint={folder}"
-        base = read_json(folder / CONFIG, label, "").get("base_model_name_or_path")
-        hint = f"{label}: holds an adapter of {base}, not a model; export with lora=merged"
-        raise ConfigError(f"{hint}, or merge it with peft's merge_and_unload")
+    adapter = adapter_folder(folder)
+    if adapter is None:
+        return folder
+    label = f"model.checkpoint={folder}"
+    if folder.name == "lora_adapter" and any(folder.parent.glob("*--*_checkpoint.pt")):
+        raise ConfigError(f"write model.checkpoint={folder.parent}: {folder} lacks its heads")
+    base = read_json(adapter / CONFIG, label, "").get("base_model_name_or_path")
+    if not isinstance(base, str) or not (Path(base) / "config.json").is_file():
+        raise ConfigError(
+            f"{label}: write the directory of the base model as base_model_name_or_path into"
+            f" {adapter / CONFIG}: {show(base)} is no local directory with a config.json"
+        )
+    return Path(base)
+
+
+def locate(folder: Path, name: str) -> Path:
+    """Return the path of a file in ``folder``, or in the directory of the adapter's base model."""
+    return folder / name if (folder / name).exists() else base_folder(folder) / name
+
+
+class Adapter:
+    """Changes that the adapter of a directory makes to the base model; none without an adapter.
+
+    With s = lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora (Kalajdzievski 2023, arXiv
+    2312.03732), W becomes W + s B A, in float32. Weights of ``modules_to_save`` replace those of
+    the base model.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        rename: Callable[[Iterable[str]], Mapping[str, str]],
+    ) -> None:
+        """Read and check the adapter.
+
+        Args:
+            folder: Value of model.checkpoint.
+            shapes: Names of the base model's targets -> shapes of their published weights.
+            rename: Published keys -> names of targets, see ``published_weights.Rename``.
+
+        Raises:
+            ConfigError: The adapter is damaged, of an unsupported kind, or of another model.
+        """
+        from safetensors.torch import load_file
+
+        self.tensors = dict[str, dict[str, Tensor]]()
+        adapter = adapter_folder(folder)
+        if adapter is None:
+            return
+        label = f"model.checkpoint={folder}: "
+        raw = read_json(adapter / CONFIG, label.removesuffix(": "), "")
+        for name, supported in SUPPORTED.items():
+            hint = f"{label}merge it with peft's merge_and_unload: {CONFIG} has "
+            check_supported(hint, name, raw.get(name) or supported[0], *supported)
+        with config_errors(f"{label}its adapter cannot be read (", "); download it", kind=True):
+            rank, alpha = int(raw["r"]), float(raw["lora_alpha"])
+            self.scale = alpha / (math.sqrt(rank) if raw.get("use_rslora") else rank)
+            stored = load_file(adapter / WEIGHTS)
+        for key, x in stored.items():
+            part = next((part for part in ADAPTERS if part in key), "")
+            weight = key.removeprefix(PREFIX)
+            weight = weight.replace(part, ".") if part else weight
+            name = rename([weight]).get(weight, weight)
+            shape = shapes.get(name, ())
+            if part and len(shape) == 2:
+                shape = (rank, shape[1]) if part == ADAPTERS[0] else (shape[0], rank)
+            if x.shape != shape:
+                raise ConfigError(
+                    f"{label}its adapter is of another base model or kind: {key} has the shape"
+                    f" {list(x.shape)}, and the base model allows {list(shape) or 'no such weight'}"
+                )
+            self.tensors.setdefault(name, {})[part] = x
+        for name, parts in self.tensors.items():
+            if parts.keys() not in ({""}, set(ADAPTERS)):
+                raise ConfigError(
+                    f"{label}its adapter has only a part of {name}; download it again"
+                )
+
+    def apply(self, name: str, weight: Tensor) -> Tensor:
+        """Return a weight of the base model, by its target's name, with the adapter added."""
+        parts = self.tensors.get(name)
+        if parts is None:
+            return weight
+        if "" in parts:
+            return parts[""]
+        a, b = (parts[part].float() for part in ADAPTERS)
+        return weight.to(torch.promote_types(weight.dtype, torch.float32)) + b @ a * self.scale
 
 
 def _holds_weights(file: Path) -> bool:

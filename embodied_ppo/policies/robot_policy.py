@@ -14,7 +14,6 @@ from embodied_envs.types import EnvInfo, VectorEnv
 from embodied_ppo.core.types import Policy
 from embodied_ppo.options.reward_groups import value_outputs
 from embodied_ppo.options.schema import Config
-from embodied_ppo.policies import peft_files
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.policies.backbone import Encoder
 from embodied_ppo.policies.popart import PopArt
@@ -63,7 +62,6 @@ def make_policy(config: Config, env: VectorEnv | EnvInfo, *, weights: bool = Tru
     if m.checkpoint is not None:
         if not weights and published.can_build(m.checkpoint):
             return published.policy_of_sizes(env, m, **published_vla)
-        peft_files.check_no_adapter(m.checkpoint)
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         if m.policy == "actor_critic":

@@ -23,7 +23,7 @@ from vla_policy_checks import random_observations
 from embodied_envs.types import ArraySpec, Box, ObsSpec
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import peft_files
-from embodied_ppo.policies.vla import pi0_files, pretrained, smolvla
+from embodied_ppo.policies.vla import openvla_files, pi0_files, smolvla
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pretrained import CheckpointVLA
 from embodied_ppo.policies.vla.published import FLOW_FAMILIES
@@ -218,7 +218,7 @@ def test_peft_merges_an_exported_adapter_of_openvla(decode: str, tmp_path: Path)
                 p.add_(0.05 * torch.randn_like(p))
     trained = policy.published_parameters()
     peft_files.save(trained, base, tmp_path / "adapter", rank=4, alpha=6.0)
-    pretrained.export(policy, base, tmp_path / "merged")
+    policy.export(base, tmp_path / "merged")
     program = Path(__file__).with_name("peft_merge.py")
     arguments = [str(tmp_path / "adapter"), str(tmp_path / "theirs.safetensors")]
     run_program([PYTHON, str(program), *arguments])
@@ -230,3 +230,12 @@ def test_peft_merges_an_exported_adapter_of_openvla(decode: str, tmp_path: Path)
     print(f"openvla, {decode}, adapter: largest difference of a weight {difference:.2g}")
     assert max(float((x - before[name]).abs().max()) for name, x in theirs.items()) > 0.01
     assert difference < 1e-6
+    # Adapters of peft on any linear layer, here scaled by alpha / sqrt(r), are added as peft does.
+    fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    text = json.dumps(fields | {"use_rslora": True, "init_lora_weights": "gaussian"})
+    (tmp_path / "adapter/adapter_config.json").write_text(text)
+    run_program([PYTHON, str(program), *arguments])
+    theirs = load_file(tmp_path / "theirs.safetensors")
+    body = openvla_files.load(tmp_path / "adapter")
+    loaded = openvla_files.entries(body)
+    assert max(float((x - loaded[name].write()).abs().max()) for name, x in theirs.items()) < 1e-6

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError, choose, show
+from embodied_ppo.policies import peft_files
 from embodied_ppo.policies.checkpoint_files import (
     SentencePiece,
     check_supported,
@@ -109,9 +110,10 @@ def tokenizer(path: str | Path) -> Callable[[str], Sequence[int]]:
     """
     from tokenizers import Tokenizer
 
-    file = Path(path) / "tokenizer.json"
-    if not file.is_file() and file.with_suffix(".model").is_file():
-        sentencepiece = SentencePiece(Path(path))
+    file = peft_files.locate(Path(path), "tokenizer.json")
+    model = peft_files.locate(Path(path), "tokenizer.model")
+    if not file.is_file() and model.is_file():
+        sentencepiece = SentencePiece(model.parent)
         return lambda text: sentencepiece(text).input_ids
     with config_errors(
         f"model.checkpoint={path}: {file.name} cannot be read (", "); download it again", kind=True
@@ -296,10 +298,10 @@ def load(
     from transformers.initialization import no_init_weights
 
     _, raw = published_weights.read_kind(folder, policy)
-    statistics = folder / "dataset_statistics.json"
+    statistics = peft_files.locate(folder, "dataset_statistics.json")
     if statistics.is_file():
         raw["norm_stats"] = (raw.get("norm_stats") or {}) | read_json(statistics, label, "")
-    preprocessor = folder / "preprocessor_config.json"
+    preprocessor = peft_files.locate(folder, "preprocessor_config.json")
     try:
         config = read_config(raw)
         if preprocessor.is_file():

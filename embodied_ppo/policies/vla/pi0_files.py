@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from embodied_envs.base.errors import ConfigError, show
 from embodied_ppo.options import openpi_configs
 from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies import peft_files
 from embodied_ppo.policies.checkpoint_files import (
     check_supported,
     config_errors,
@@ -466,7 +467,9 @@ def _clean(sentence: str) -> str:
 
 def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
     """Load the tokenizer; see ``PromptTokenizer``."""
-    tokenizer = load_tokenizer(folder, "google/paligemma-3b-pt-224")
+    tokenizer = load_tokenizer(
+        peft_files.locate(folder, "tokenizer.json").parent, "google/paligemma-3b-pt-224"
+    )
     if tokenizer.bos_token_id is None:
         raise ConfigError(
             f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's"
@@ -508,7 +511,9 @@ def statistics(
                 f"{label}: normalization_mapping.{name.upper()}={mode}; supported are"
                 f" {', '.join(ENDS)}"
             )
-        found.append(_statistics(folder, name, mode) if ENDS[mode] else None)
+        folders = dict.fromkeys((folder, peft_files.base_folder(folder))) if ENDS[mode] else ()
+        pairs = (_statistics(x, name, mode) for x in folders)
+        found.append(next((pair for pair in pairs if pair is not None), None))
     return found[0], found[1]
 
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from embodied_envs.base.errors import ConfigError, choose
 from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies import peft_files
 from embodied_ppo.policies.checkpoint_files import read_json
 from embodied_ppo.policies.initialization import replace_meta_tensors
 from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files
@@ -70,7 +71,8 @@ def fields(checkpoint: str) -> dict[str, Any]:
     """
     if not checkpoint.startswith(PREFIX):
         hint = f"plan with {PREFIX}NAME before the download: {', '.join(CONFIGS)}"
-        return read_json(Path(checkpoint) / "config.json", f"model.checkpoint={checkpoint}", hint)
+        file = peft_files.locate(Path(checkpoint), "config.json")
+        return read_json(file, f"model.checkpoint={checkpoint}", hint)
     name = checkpoint.removeprefix(PREFIX)
     if name not in CONFIGS:
         raise ConfigError(

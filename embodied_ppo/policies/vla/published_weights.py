@@ -18,6 +18,7 @@ from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError, join_names, show
 from embodied_ppo.options import openpi_configs
+from embodied_ppo.policies import peft_files
 from embodied_ppo.policies.checkpoint_files import (
     check_finite,
     config_errors,
@@ -73,11 +74,13 @@ def read_kind(folder: Path, policy: str) -> tuple[str, dict[str, Any]]:
     """
     label = f"model.checkpoint={folder}"
     raw = read_json(
-        folder / "config.json", label, "download one (hf download NAME --local-dir DIR)"
+        peft_files.locate(folder, "config.json"),
+        label,
+        "download one (hf download NAME --local-dir DIR)",
     )
     kind = raw.get("model_type") or raw.get("type")
     if kind is None and "action_horizon" in raw:  # openpi's config.json names no type
-        kind = openpi_configs.kind_of(read_headers(weight_files(folder)))
+        kind = openpi_configs.kind_of(read_headers(weight_files(peft_files.base_folder(folder))))
     reader = KINDS.get(str(kind))
     name = kind
     if kind == "openvla" and any(folder.glob("action_head--*")):
@@ -174,8 +177,10 @@ def load(
     """
     from safetensors import safe_open
 
-    headers = read_headers(weight_files(folder))
+    headers = read_headers(weight_files(peft_files.base_folder(folder)))
     names = rename(headers)
+    shapes = {name: headers[key].shape for key, name in names.items()}
+    adapter = peft_files.Adapter(folder, shapes, rename)
     with torch.device("meta"):
         _, expected = build()
     _check(folder, headers, names, {name: x.shape for name, x in expected.items()}, optional)
@@ -184,7 +189,7 @@ def load(
         with safe_open(file, framework="pt") as tensors:
             for key, name in names.items():
                 if headers[key].file == file:
-                    tensor = tensors.get_tensor(key)
+                    tensor = adapter.apply(name, tensors.get_tensor(key))
                     check_finite([(key, tensor)], f"model.checkpoint={folder}")
                     targets[name].read(tensor)
     return model
@@ -218,7 +223,7 @@ def _check(
     if text:
         raise ConfigError(
             f"model.checkpoint={folder}: the weights are not those of the model that config.json"
-            f" describes: {text}; use the files of one model (LoRA adapters must be merged first)"
+            f" describes: {text}; use the files of one model"
         )
 
 
@@ -241,17 +246,23 @@ def save(targets: Targets, source: str | Path, out: str | Path, rename: Rename) 
     from safetensors.torch import save_file
 
     source, out = Path(source), Path(out)
-    files = weight_files(source)
-    names = rename(read_headers(files))
+    base = peft_files.base_folder(source)
+    files = weight_files(base)
+    headers = read_headers(files)
+    names = rename(headers)
+    shapes = {name: headers[key].shape for key, name in names.items()}
+    adapter = peft_files.Adapter(source, shapes, rename)
     if missing := sorted(set(targets) - set(names.values())):
         raise ConfigError(
             f"model.checkpoint={source}: has no weight {missing[0]} ({len(missing)} in all) that"
             " the policy has trained; export from the directory that the run was started with"
         )
     skipped = [file.name for file in files]
-    shutil.copytree(
-        source, out, dirs_exist_ok=True, ignore=lambda *_: skipped, copy_function=shutil.copyfile
-    )
+    if base != source:  # the files of the base model that the adapter's directory lacks
+        skipped += [peft_files.CONFIG, peft_files.WEIGHTS, "lora_adapter"]
+    copy: Any = {"ignore": lambda *_: skipped, "copy_function": shutil.copyfile}
+    for folder in dict.fromkeys((base, source)):
+        shutil.copytree(folder, out, dirs_exist_ok=True, **copy)
     for file in files:
         tensors, storages = dict[str, Tensor](), set[int]()
         with safe_open(file, framework="pt") as published:
@@ -259,7 +270,8 @@ def save(targets: Targets, source: str | Path, out: str | Path, rename: Rename) 
             for key in published.keys():  # noqa: SIM118
                 target = targets.get(names.get(key, ""))
                 if target is None:
-                    tensors[key] = published.get_tensor(key)
+                    x = published.get_tensor(key)
+                    tensors[key] = adapter.apply(names.get(key, ""), x).to(x.dtype)
                     continue
                 x = target.write().detach()
                 storage = x.untyped_storage()

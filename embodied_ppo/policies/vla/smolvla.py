@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from embodied_envs.base.errors import ConfigError, show
 from embodied_ppo.core.collectives import gathered
 from embodied_ppo.policies import checkpoint_files as files
-from embodied_ppo.policies import lora
+from embodied_ppo.policies import lora, peft_files
 from embodied_ppo.policies.backbone import VECTOR
 from embodied_ppo.policies.decoder import gated_mlp
 from embodied_ppo.policies.fusion import normalise, rotate
@@ -229,7 +229,8 @@ def read(folder: str | Path) -> Published:
 
     model = published_weights.load(folder, build, rename)
     words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS["pi0"]
-    tokenize = SentenceTokenizer(files.load_tokenizer(folder, *VLM_SIZES), words)
+    tokenizer = peft_files.locate(folder, "tokenizer.json").parent
+    tokenize = SentenceTokenizer(files.load_tokenizer(tokenizer, *VLM_SIZES), words)
     stats = pi0_files.statistics(folder, raw, "MEAN_STD")
     images = pi0_files.camera_count(raw)
     return Published(model, tokenize, *stats, antialias=False, images=images, modules=MODULES)

@@ -64,6 +64,10 @@ def check(run: TrainedRun, *, adapter: bool) -> None:
         )
     if reasoning:
         return
+    if adapter and peft_files.base_folder(source := Path(str(model.checkpoint))) != source:
+        raise ConfigError(
+            f"write lora=merged: model.checkpoint={source} is an adapter, not the base of another"
+        )
     if model.policy == "actor_critic":
         bundle.check_packages()
     elif model.checkpoint is None:

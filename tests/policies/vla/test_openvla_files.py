@@ -391,6 +391,62 @@ def test_preprocessor_means_override_those_of_imagenet(tmp_path: Path) -> None:
         openvla_files.load(tmp_path)
 
 
+@pytest.mark.parametrize("inside", ["", "lora_adapter"])
+def test_adapters_are_added_to_the_base(tmp_path: Path, inside: str) -> None:
+    """W + alpha / r B A, or alpha / sqrt(r), on towers, projector and Llama; others are refused."""
+    base, tensors = checkpoint(tmp_path / "base"), synthetic()
+    folder, generator = tmp_path / "tuned", torch.Generator().manual_seed(1)
+    directory = folder / inside
+    directory.mkdir(parents=True)
+    adapter = dict[str, Tensor]()
+    keys = (
+        "vision_backbone.featurizer.blocks.0.attn.qkv",
+        "projector.fc1",
+        "language_model.model.layers.2.mlp.down_proj",
+    )
+    for key in keys:
+        out, into = tensors[f"{key}.weight"].shape
+        for name, shape in (("A", (4, into)), ("B", (out, 4))):
+            x = torch.randn(shape, generator=generator)
+            adapter[f"base_model.model.{key}.lora_{name}.weight"] = x
+    norm = "language_model.model.norm.weight"
+    adapter[f"base_model.model.{norm}"] = torch.randn(32, generator=generator)
+    save_file(adapter, directory / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "base_model_name_or_path": str(base)}
+
+    def load(**changes: Any) -> dict[str, published_weights.PublishedTensor]:
+        (directory / "adapter_config.json").write_text(json.dumps(fields | changes))
+        return openvla_files.entries(openvla_files.load(folder))
+
+    for rslora, scale in ((False, 1.5), (True, 3.0)):
+        loaded = load(use_rslora=rslora)
+        for key, x in tensors.items():
+            module = f"base_model.model.{key.removesuffix('.weight')}"
+            expected = x.double()
+            if key.removesuffix(".weight") in keys:
+                a, b = (adapter[f"{module}.lora_{name}.weight"].double() for name in "AB")
+                expected = expected + scale * b @ a
+            if key == norm:
+                expected = adapter[f"base_model.model.{norm}"].double()
+            difference = (loaded[key].write().double() - expected).abs().max()
+            assert difference < 1e-5, key
+    refused: tuple[dict[str, Any], ...] = (
+        {"use_dora": True},
+        {"init_lora_weights": "pissa"},
+        {"alpha_pattern": {"q_proj": 8}},
+        {"r": 8},
+        {"r": 0},
+        {"base_model_name_or_path": "openvla/openvla-7b"},
+    )
+    for changes in refused:
+        with pytest.raises(ConfigError, match=r"adapter|base_model_name_or_path"):
+            load(**changes)
+    half = {key: x for key, x in adapter.items() if "fc1.lora_A" not in key}
+    save_file(half, directory / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"part of projector\.fc1"):
+        load()
+
+
 # ------------------------------------------------------------------------------------------- errors
 def without(*keys: str) -> dict[str, Tensor]:
     return {key: value for key, value in synthetic().items() if key not in keys}

@@ -420,6 +420,11 @@ def test_train_and_evaluate(
     if "lora_rank" in TRUNKS[trunk]:
         export = ("export", f"checkpoint={summary['checkpoint']}", "lora=adapter", "out=adapter")
         assert run_command(capsys, *export)["action_difference"] == 0
+        export = ("export", f"checkpoint={summary['checkpoint']}", "out=merged")
+        run_command(capsys, *export)
+        states = [PI0.read(x).model.state_dict() for x in ("adapter", "merged")]
+        for name, x in states[0].items():
+            torch.testing.assert_close(x, states[1][name], rtol=0, atol=1e-6)
     else:
         export = ("export", f"checkpoint={summary['checkpoint']}", "out=merged")
         assert run_command(capsys, *export)["action_difference"] == 0

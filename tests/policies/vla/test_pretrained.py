@@ -17,6 +17,7 @@ from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 from embodied_envs.base import tree
 from embodied_envs.base.errors import CheckpointError, ConfigError
 from embodied_envs.types import ArraySpec, Box
+from embodied_ppo.commands import main
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import lora
 from embodied_ppo.policies.vla.pretrained import CheckpointVLA
@@ -377,6 +378,20 @@ def test_train_evaluate_and_export(
         "updates=1",
     )
     assert again["updates"] == 1
+    # The adapter is read as the merged model is: same actions, same training, same export.
+    run_command(capsys, "train", *TINY, *options[1:], "model.checkpoint=adapter", "run_dir=third")
+    run_command(capsys, "train", *TINY, *options[1:], "model.checkpoint=exported", "run_dir=four")
+    returns = [
+        run_command(capsys, "evaluate", f"checkpoint={x}", "video=false", "episodes=2")[
+            "eval/return"
+        ]
+        for x in ("third", "four")
+    ]
+    assert returns[0] == pytest.approx(returns[1])
+    assert run_command(capsys, "export", "checkpoint=third", "out=b")["logit_difference"] < 1e-4
+    run_command(capsys, "plan", *TINY, *options[1:], "model.checkpoint=adapter")
+    assert not (Path("b") / "adapter_config.json").exists()
+    assert main.main(["export", "checkpoint=third", "lora=adapter", "out=c"]) == 2
 
 
 def test_gripper_uses_the_sign_of_the_simulator(tmp_path: Path) -> None:
