@@ -44,6 +44,12 @@ TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
 largest logit, in float32 and in half precision.
 """
 
+SUPPORTED = (
+    "take Llama, SmolLM, Mistral, Qwen 2 or 3 (also with experts), Gemma 1 to 3, Phi 3 or 4,"
+    " Granite, OLMo 2 or 3, or GLM 4"
+)
+"""Hint of a refused model."""
+
 
 # ------------------------------------------------------------------------------------------- policy
 def precision(
@@ -118,6 +124,8 @@ class LanguagePolicy(InferenceModule, Adapted):
         self.temperature, self.compute = temperature, compute
         self.decoder = ModuleReference(Decoder(self.model.model))
         self.softcap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
+        self.divisor = float(getattr(self.model.config, "logits_scaling", 1.0))
+        """Divisor of the head's logits (Granite)."""
         self.logit_bytes: int | None = None
         """Size of the float32 logits of a chunk; None: use ``logit_bytes`` of the device."""
 
@@ -134,6 +142,8 @@ class LanguagePolicy(InferenceModule, Adapted):
         """Return logits at temperature 1: [.., D] -> float32 [.., V]."""
         with precision(self.model.lm_head.weight, self.compute):
             logits = self.model.lm_head(hidden).float()
+        if self.divisor != 1:
+            logits = logits / self.divisor
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
@@ -173,7 +183,7 @@ class LanguagePolicy(InferenceModule, Adapted):
             head = Head(
                 rows=max(1, self._logit_bytes() // (4 * weight.shape[0])),
                 dtype=self.compute if weight.dtype == torch.float32 else weight.dtype,
-                temperature=self.temperature,
+                temperature=self.temperature * self.divisor,  # no model has softcap and divisor
                 softcap=self.softcap,
                 entropy=entropy,
             )
@@ -339,14 +349,13 @@ def load(
                 )
     if not weights:
         replace_meta_tensors(model)
-        return model.eval()
-    model = model.to(device).eval()
+    model = (model.to(device) if weights else model).eval()
     # A model of another architecture raises errors in our forward pass, or gives other logits.
-    problem = f"{section}: {type(model).__name__} differs from models of the Llama family ("
-    supported = "); Llama, SmolLM, Mistral, Qwen 2 to 3 and Gemma 1 to 3 are supported"
-    with config_errors(problem, supported):
+    problem = f"{section}: {type(model).__name__} differs from the supported models ("
+    with config_errors(problem, f"); {SUPPORTED}"):
+        LanguagePolicy(model)
         tolerance = TOLERANCE if model.dtype == torch.float32 else HALF_TOLERANCE
-        if (difference := _difference(model)) > tolerance:
+        if weights and (difference := _difference(model)) > tolerance:
             raise ValueError(f"logits differ by {difference:.2g} of the largest")
     return model
 

@@ -1,4 +1,6 @@
-"""Forward pass of transformers of the Llama family: layers, attention and packed rows.
+"""Forward pass of decoder-only language models: layers, attention and packed rows.
+
+``describe`` reads the form of a layer from transformers' module, and one function computes all.
 
 B rows, L tokens of a row (padded on the right), R requested tokens, D size of a hidden state.
 Weights and modules are those of transformers. ``place`` [B, R] holds the indices of the requested
@@ -102,16 +104,75 @@ class Attention:
         return visible if self.window is None else visible & (query - key < self.window)
 
 
+INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5")
+"""Values of transformers' ``model_type`` whose rotary embedding rotates neighbours (2i, 2i + 1)."""
+KINDS = (None, "full_attention", "sliding_attention")
+"""Kinds of attention, entries of transformers' ``layer_types``; None: there is one kind."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Form of a layer.
+
+    Attributes:
+        norms: Names of the norms of attention's input and output and the MLP's; None: no norm.
+        queries: Number of query heads.
+        groups: Number of key heads.
+        head_dim: Size of a head, d.
+        norms_heads_together: Whether the norms of queries and keys are over all heads (OLMo 2).
+        rotary: Whether there is rotary embedding, of the first numbers of a head if cos and sin
+            have fewer than d.
+        interleaved: Whether it rotates neighbours (GLM) instead of halves.
+        residual: Factor of what attention and MLP add to the residual stream (Granite).
+    """
+
+    norms: tuple[str | None, ...]
+    queries: int
+    groups: int
+    head_dim: int
+    norms_heads_together: bool
+    rotary: bool
+    interleaved: bool
+    residual: float
+
+
+def describe(layer: Any) -> Block:
+    """Return the form of a layer of transformers' model."""
+    a: Any = layer.self_attn
+    if hasattr(layer, "post_self_attn_layernorm"):  # GLM 4
+        names = ("input", "post_self_attn", "post_attention", "post_mlp")
+    elif hasattr(layer, "post_feedforward_layernorm"):  # Gemma 2 and 3; without inputs: OLMo 2
+        names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
+    else:
+        names = ("input", "", "post_attention", "")
+    names = (f"{name}_layernorm" for name in names)
+    queries, head_dim = a.config.num_attention_heads, int(a.head_dim)
+    norm = getattr(a, "q_norm", None)
+    return Block(
+        norms=tuple(name if hasattr(layer, name) else None for name in names),
+        queries=queries,
+        groups=queries // a.num_key_value_groups,
+        head_dim=head_dim,
+        norms_heads_together=norm is not None and norm.weight.numel() != head_dim,
+        rotary=bool(getattr(a, "use_rope", True)),  # SmolLM 3 has layers without
+        interleaved=a.config.model_type in INTERLEAVED,
+        residual=float(getattr(layer, "residual_multiplier", 1.0)),
+    )
+
+
 class Decoder(InferenceModule):
-    """Layers of a model of the Llama family (Llama, SmolLM, Mistral, Qwen 2, 2.5 and 3, Gemma 1 to
-    3).
+    """Layers of a decoder-only language model in the forms that ``Block`` describes.
 
     The last layer computes only the requested places. In PPO the last layer of a prompt needs keys
     and values only.
     """
 
     def __init__(self, base: nn.Module) -> None:
-        """Wrap transformers' model without its head; ``load`` refuses other families."""
+        """Wrap transformers' model without its head; ``causal_lm.load`` compares their logits.
+
+        Raises:
+            ValueError: A layer has another kind of attention.
+        """
         super().__init__()
         self.base: Any = base
         config: Any = base.config
@@ -119,14 +180,16 @@ class Decoder(InferenceModule):
         self.types: tuple[str | None, ...] = tuple(
             getattr(config, "layer_types", None) or [None] * len(self.layers)
         )
+        if others := sorted({str(kind) for kind in self.types if kind not in KINDS}):
+            raise ValueError(f"layers have {', '.join(others)}")
         self.attention = [
             self._attention(layer.self_attn, kind) for layer, kind in zip(self.layers, self.types)
         ]
-        self.groups = [
-            layer.self_attn.k_proj.out_features // layer.self_attn.head_dim for layer in self.layers
-        ]
+        self.blocks = [describe(layer) for layer in self.layers]
+        self.groups = [block.groups for block in self.blocks]
         """Number of key heads of each layer."""
-        self.head_dim = int(self.layers[0].self_attn.head_dim)
+        self.head_dim = self.blocks[0].head_dim
+        self.embedding_scale = float(getattr(base, "embedding_multiplier", 1.0))  # Granite
         self.recompute = False
         """Whether activations are recomputed in the backward pass: less memory, a third more time.
         """
@@ -134,6 +197,11 @@ class Decoder(InferenceModule):
     @property
     def layers(self) -> Any:
         return self.base.layers
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers choose among experts for each token."""
+        return any(hasattr(layer.mlp, "experts") for layer in self.layers)
 
     @staticmethod
     def _attention(attention: Any, kind: str | None) -> Attention:
@@ -190,7 +258,10 @@ class Decoder(InferenceModule):
             positions = torch.arange(ids.shape[1], device=ids.device).unsqueeze(0)
         if attend is None:
             attend = self.causal(ids.shape[1], place, ids.device)
-        return self.run(self.base.embed_tokens(ids), positions, attend, place)
+        x = self.base.embed_tokens(ids)
+        if self.embedding_scale != 1:
+            x = x * self.embedding_scale
+        return self.run(x, positions, attend, place)
 
     def run(self, x: Tensor, positions: Tensor, attend: Attend, place: Tensor | None) -> Tensor:
         """Run the layers on embeddings [B, L, D] at positions int64 [1 or B, L]; result as
@@ -200,7 +271,7 @@ class Decoder(InferenceModule):
         last = len(self.layers) - 1
         for i, kind in enumerate(self.types):
             at = place if i == last else None
-            args = (i, x, rotations[kind], attend, at)
+            args = (self.blocks[i], i, x, rotations[kind], attend, at)
             x = run_layer(self.recompute, self.layers[i], _compute_layer, *args)
         return normalise(self.base.norm, x)
 
@@ -278,7 +349,7 @@ class Decoder(InferenceModule):
         """
         if not ids.is_cuda or torch.cuda.is_current_stream_capturing() or _varlen_kernel() is None:
             return False
-        dtype = next(self.layers[0].self_attn.v_proj.parameters()).dtype  # frozen, with adapters
+        dtype = next(self.layers[0].self_attn.o_proj.parameters()).dtype  # frozen, with adapters
         if dtype == torch.float32 and torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
         length = ids.shape[1]
@@ -306,45 +377,79 @@ def run_layer(recompute: bool, layer: Any, function: Callable[..., M], *args: An
 
 
 def _compute_layer(
-    layer: Any, i: int, x: Tensor, rotation: Rotation, attend: Attend, place: Tensor | None
+    layer: Any,
+    block: Block,
+    i: int,
+    x: Tensor,
+    rotation: Rotation,
+    attend: Attend,
+    place: Tensor | None,
 ) -> Tensor:
     """Compute layer ``i`` on x [B, L, D]; the result is [B, R, D] at ``place``."""
+
+    def norm(number: int, x: Tensor) -> Tensor:
+        name = block.norms[number]
+        return x if name is None else normalise(getattr(layer, name), x)
+
     a = layer.self_attn
-    h = normalise(layer.input_layernorm, x)
-    if place is None:
-        key, value, query = project((a.k_proj, a.v_proj, a.q_proj), h)
-        key = rotate(_heads(a, "k", key), *rotation, value.dtype)
-    else:
-        key, value = project((a.k_proj, a.v_proj), h)
-        key = rotate(_heads(a, "k", key), *rotation, value.dtype)
-        x, h = _gather(x, place), _gather(h, place)
+    key, value, query = _project_heads(a, block, norm(0, x), place)
+    key = _rotate(block, _heads(a, block, "k", key), rotation, value.dtype)
+    if place is not None:
+        x = _gather(x, place)
         rotation = _gather(rotation[0], place), _gather(rotation[1], place)
-        query = a.q_proj(h)
-    query = rotate(_heads(a, "q", query), *rotation, value.dtype)
-    value = _heads(a, "v", value)
+    query = _rotate(block, _heads(a, block, "q", query), rotation, value.dtype)
+    value = _heads(a, block, "v", value)
     h = a.o_proj(attend(i, query, key, value).transpose(1, 2).flatten(2))
-    if not hasattr(layer, "pre_feedforward_layernorm"):
-        x = x + h
-        return x + gated_mlp(layer.mlp, normalise(layer.post_attention_layernorm, x))
-    # Gemma 2 and 3 also normalise the outputs.
-    x = x + normalise(layer.post_attention_layernorm, h)
-    h = gated_mlp(layer.mlp, normalise(layer.pre_feedforward_layernorm, x))
-    return x + normalise(layer.post_feedforward_layernorm, h)
+    x = torch.add(x, norm(1, h), alpha=block.residual)
+    return torch.add(x, norm(3, gated_mlp(layer.mlp, norm(2, x))), alpha=block.residual)
+
+
+def _project_heads(a: Any, block: Block, h: Tensor, place: Tensor | None) -> Sequence[Tensor]:
+    """Return keys and values [B, L, G d] and queries [B, L, H d], or [B, R, H d] at ``place``."""
+    if hasattr(a, "qkv_proj"):  # Phi 3
+        sizes = [n * block.head_dim for n in (block.queries, block.groups, block.groups)]
+        query, key, value = a.qkv_proj(h).split(sizes, dim=-1)
+        return key, value, query if place is None else _gather(query, place)
+    if place is None:
+        return project((a.k_proj, a.v_proj, a.q_proj), h)
+    return *project((a.k_proj, a.v_proj), h), a.q_proj(_gather(h, place))
 
 
 def gated_mlp(mlp: Any, x: Tensor) -> Tensor:
-    """Return down_proj(act(gate_proj x) * up_proj x), [B, L, D]."""
+    """Return down_proj(act(gate_proj x) * up_proj x), or that of the chosen experts, [B, L, D]."""
+    if hasattr(mlp, "experts"):  # a router chooses some of them for each token (Qwen 3 MoE)
+        return mlp(x)
+    if hasattr(mlp, "gate_up_proj"):  # Phi 3, GLM 4
+        gate, up = mlp.gate_up_proj(x).chunk(2, dim=-1)
+        return mlp.down_proj(gated_product(mlp.activation_fn, gate, up))
     gate, up = project((mlp.gate_proj, mlp.up_proj), x)
     return mlp.down_proj(gated_product(mlp.act_fn, gate, up))
 
 
-def _heads(attention: Any, which: str, x: Tensor) -> Tensor:
+def _heads(attention: Any, block: Block, which: str, x: Tensor) -> Tensor:
     """Split projections [B, L, heads d] to [B, heads, L, d], normalised in models that do so (Qwen
-    3, Gemma 3).
+    3, Gemma 3, OLMo 2).
     """
-    x = x.unflatten(-1, (-1, attention.head_dim))
     norm = getattr(attention, f"{which}_norm", None)
+    if norm is not None and block.norms_heads_together:
+        x, norm = normalise(norm, x), None
+    x = x.unflatten(-1, (-1, block.head_dim))
     return (x if norm is None else normalise(norm, x)).transpose(1, 2)
+
+
+def _rotate(block: Block, x: Tensor, rotation: Rotation, dtype: torch.dtype) -> Tensor:
+    """Return x [B, heads, L, d] with rotary position embedding, in type ``dtype``.
+
+    The order of the numbers of a head may change, in queries and keys alike.
+    """
+    if not block.rotary:
+        return x.to(dtype)
+    size = rotation[0].shape[-1]
+    y = x if size == x.shape[-1] else x[..., :size]
+    if block.interleaved:  # put the partners i of all pairs first, as ``rotate`` expects
+        y = y.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    y = rotate(y, *rotation, dtype)
+    return y if size == x.shape[-1] else torch.cat((y, x[..., size:].to(dtype)), dim=-1)
 
 
 @dataclass(frozen=True, slots=True)

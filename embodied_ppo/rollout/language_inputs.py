@@ -118,6 +118,10 @@ def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_len
     """
     longest = max(len(p.ids) for p in prompts)
     limit = getattr(policy.model.config, "max_position_embeddings", None)
+    rope = getattr(policy.model.config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # Beyond it the frequencies of all rows change with the longest one of a batch.
+        limit = rope["original_max_position_embeddings"]
     # The model has no embedding for positions beyond its limit, or was never trained with them.
     if limit is not None and longest + response_length > limit:
         raise ConfigError(

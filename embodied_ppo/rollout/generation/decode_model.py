@@ -44,6 +44,8 @@ Queries and result are ordered (head of its group, group).
 def is_supported(policy: LanguagePolicy) -> bool:
     """Return whether ``DecodeModel`` computes the forward pass of a model."""
     config, decoder = policy.model.config, policy.decoder.module
+    if config.model_type not in FAMILIES or not all(block.rotary for block in decoder.blocks):
+        return False
     pairs = [(layer.self_attn, layer.mlp) for layer in decoder.layers]
     inputs = [
         x for a, mlp in pairs for x in (a.q_proj, a.k_proj, a.v_proj, mlp.gate_proj, mlp.up_proj)
@@ -52,8 +54,7 @@ def is_supported(policy: LanguagePolicy) -> bool:
     # The forward pass below assumes SiLU, no soft cap of logits, linear layers (adapters are added
     # to the copy), no bias on outputs, and equally many key heads in all layers.
     return (
-        config.model_type in FAMILIES
-        and policy.model.lm_head.weight.dtype == torch.float32
+        policy.model.lm_head.weight.dtype == torch.float32
         and config.hidden_act == "silu"
         and policy.softcap is None
         and all(type(x) in (nn.Linear, LoRALinear) for x in (*inputs, *outputs))

@@ -240,9 +240,10 @@ class Engine:
             return self.static
         kinds = getattr(self._decoder.base.rotary_emb, "rope_type", None)
         kinds = set(kinds.values() if isinstance(kinds, dict) else [kinds])
-        # For these types transformers branches on the positions, which a CUDA graph cannot do.
-        branching = {"dynamic", "longrope"}
-        return self.policy.model.lm_head.weight.is_cuda and not branching & kinds
+        # For these types transformers branches on the positions, which a CUDA graph cannot do, and
+        # products of experts may read their sizes on the host.
+        branches = {"dynamic", "longrope"} & kinds or self._decoder.has_experts
+        return self.policy.model.lm_head.weight.is_cuda and not branches
 
     @property
     def _decoder(self) -> Decoder:

@@ -57,8 +57,12 @@ class VllmEngine:
             options: Further options of ``vllm.LLM``.
 
         Raises:
-            ConfigError: vLLM is not installed.
+            ConfigError: vLLM is not installed, or the model has experts.
         """
+        if policy.decoder.module.has_experts:
+            # vLLM reads the weights of each expert by names that transformers' model lacks.
+            fact = f"vLLM cannot take the experts of {type(policy.model).__name__} in memory"
+            raise ConfigError(f"write rollout.engine=builtin: {fact}")
         # Without a process of its own, vLLM can receive weights as tensors.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
