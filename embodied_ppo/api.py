@@ -277,7 +277,7 @@ def check_files(config: Config) -> None:
 
     trackers.check(config)
     cloning = config.cloning
-    clones = config.mode == readers.mode_of("cloning") and cloning.steps
+    clones = config.mode == readers.mode_of("cloning.dataset") and cloning.steps
     if clones and cloning.dataset is not None and config.resume is None:
         dataset_folder.check(cloning.dataset)
     if readers.mode_of("reward.grader") == config.mode:

@@ -60,6 +60,8 @@ class Row:
         extra: verl's ``extra_info``.
         suffix: Text that the file's layout adds to the prompt by default.
         location: File and line (from 1) or row (from 0), for messages.
+        response: The complete text of which ``ground_truth`` may be a part; empty for verl, whose
+            rows have no more than the answer.
     """
 
     prompt: str | list[dict[str, str]]
@@ -68,6 +70,7 @@ class Row:
     extra: dict[str, Any]
     suffix: str
     location: str
+    response: str
 
 
 def files_of(paths: Paths) -> list[Path]:
@@ -220,6 +223,7 @@ def _row(
     if value is None and needs_answer:
         value = _value(item, location, "answer_key", answer_key)
     truth = _answer(value, f"{location}: {answer_key}", answer_key, needs_answer)
+    response = "" if answer_key == "reward_model" else truth
     if gsm8k:
         _, marker, truth = truth.rpartition("####")
         truth = truth.strip().replace(",", "")
@@ -234,7 +238,8 @@ def _row(
     if not isinstance(extra, dict):
         raise ConfigError(f"{location}: extra_info = {brief(extra)} must be an object")
     source = item.get("data_source") or ("openai/gsm8k" if gsm8k else name)
-    return Row(prompt, truth, str(source), extra, GSM8K_SUFFIX if gsm8k else "", location)
+    suffix = GSM8K_SUFFIX if gsm8k else ""
+    return Row(prompt, truth, str(source), extra, suffix, location, response)
 
 
 def _answer(truth: Any, label: str, key: str | None, needs_answer: bool) -> str:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor
@@ -20,6 +20,10 @@ from embodied_ppo.policies.checkpoint_files import LOCAL, config_errors, import_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+Example: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
+"""Tokens of a prompt, and of its response including the end token; neither is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,7 @@ class Prompt:
         messages: The conversation of which ``text`` was made; empty if there is none.
         prefix: Start of the response that the chat template has written (``<think>``).
         templated: Whether a chat template made ``text``.
+        response: Demonstrated response, empty without one.
     """
 
     ids: tuple[int, ...]
@@ -47,6 +52,7 @@ class Prompt:
     messages: Sequence[dict[str, str]] = ()
     prefix: str = ""
     templated: bool = False
+    response: str = ""
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -130,7 +136,8 @@ def load_prompts(
         lengths.append(len(ids))
         if len(ids) <= prompt_length:
             answer = row.ground_truth, row.data_source, row.extra
-            prompts.append(Prompt(ids, text, *answer, index, messages, prefix, chat))
+            template = messages, prefix, chat
+            prompts.append(Prompt(ids, text, *answer, index, *template, row.response))
     if not prompts:
         raise ConfigError(
             f"prompt_length = {prompt_length}: all {len(lengths)} prompts are longer, the shortest"
@@ -163,6 +170,59 @@ def _messages(row: Row) -> list[dict[str, str]]:
     chat = row.prompt
     *earlier, last = [{"role": "user", "content": chat}] if isinstance(chat, str) else chat
     return [*earlier, {**last, "content": last["content"] + row.suffix}]
+
+
+def demonstrations(
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    stops: Sequence[int],
+    *,
+    response_length: int,
+) -> tuple[list[Example], int]:
+    """Tokenise the responses of prompts; drop those of more than ``response_length`` tokens.
+
+    A response is what the chat template writes after the prompt, up to its first stop token. Where
+    the template writes none, or changes the prompt (it may remove earlier thoughts), the response
+    is its own text and a stop token.
+
+    Args:
+        prompts: Prompts of ``load_prompts``.
+        tokenizer: The tokenizer.
+        stops: Tokens that end a response.
+        response_length: Largest number of tokens, with the stop token.
+
+    Returns:
+        Tokens of prompt and response of each row, and the number of dropped ones.
+
+    Raises:
+        ConfigError: A row has no response, or all are too long.
+    """
+    examples: list[Example] = []
+    for p in prompts:
+        if not p.response:
+            raise ConfigError(
+                f"name the column of responses, data.answer_key: row {p.index} of data.train has"
+                " none"
+            )
+        text = p.response
+        if p.templated:
+            chat = [*p.messages, {"role": "assistant", "content": text}]
+            with config_errors(f"the chat template refuses row {p.index} (", "); fix the row"):
+                complete = str(tokenizer.apply_chat_template(chat, tokenize=False))
+            if complete.startswith(p.text):
+                text = complete.removeprefix(p.text)
+        ids = list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        ends = [i for i, token in enumerate(ids) if token in stops]
+        eos = tokenizer.eos_token_id
+        ids = ids[: ends[0] + 1] if ends else [*ids, *([eos] if eos in stops else stops[:1])]
+        if len(ids) <= response_length:
+            examples.append((p.ids, tuple(ids)))
+    if not examples:
+        raise ConfigError(
+            f"write a larger algorithm.response_length: all {len(prompts)} responses have more than"
+            f" {response_length} tokens"
+        )
+    return examples, len(prompts) - len(examples)
 
 
 def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:

@@ -1,24 +1,23 @@
-"""Supervised fine-tuning of language models before PPO; results are cached on disk."""
+"""Supervised fine-tuning of language models before PPO; those of new models are cached on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError, TrainingError, one_line
 from embodied_ppo.core.adamw import AdamW
+from embodied_ppo.data.prompts import Example
 from embodied_ppo.policies import causal_lm, decoder
 from embodied_ppo.policies.causal_lm import LanguagePolicy
 
-Example: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
-"""Tokens of a prompt, and of its response including the end token; neither is empty."""
 BETAS = (0.9, 0.99)
 GRAD_NORM = 1.0
 
@@ -67,32 +66,86 @@ def warm_start(
     path = folder / f"{_name(policy, weights, examples, {**hyper, 'key': dict(key)})}.safetensors"
 
     def train() -> dict[str, float]:
-        parameters = list(policy.parameters())
-        optimizer = AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
-        for step in range(steps):
-            optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / max(1, lr_warmup))
-            value = loss(policy, examples[step * batch_size : (step + 1) * batch_size])
-            if not torch.isfinite(value):
-                raise TrainingError(
-                    f"warm start: the loss of step {step} is {value.item():g}; lower its learning"
-                    " rate"
-                )
-            value.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
+        batches = (examples[i : i + batch_size] for i in range(0, count, batch_size))
+        finetune(policy, batches, lr=lr, lr_warmup=lr_warmup, label="warm start")
         return {}
 
     work = f"{steps} supervised steps"
     return compute_or_load(weights, path, train, label="warm start", work=work, notice=notice)[0]
 
 
-def loss(policy: LanguagePolicy, examples: Sequence[Example]) -> Tensor:
-    """Return the mean of -log π(token) over all response tokens, a scalar with gradient."""
+def finetune(
+    policy: LanguagePolicy,
+    batches: Iterable[Sequence[Example]],
+    *,
+    lr: float,
+    lr_warmup: int,
+    label: str,
+    tokens: int | None = None,
+) -> list[float]:
+    """Minimise the mean loss of the response tokens of each batch with AdamW.
+
+    Args:
+        policy: The policy, whose parameters with gradient are trained in place.
+        batches: Examples of each optimiser step.
+        lr: Learning rate.
+        lr_warmup: Steps over which the rate rises linearly.
+        label: Name of the computation, for messages.
+        tokens: Limit of tokens in a forward pass. It changes results by rounding only.
+
+    Returns:
+        The loss of each step.
+
+    Raises:
+        TrainingError: The loss is not finite.
+    """
+    parameters, losses = [p for p in policy.parameters() if p.requires_grad], list[float]()
+    optimizer = AdamW(parameters, lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
+    for step, batch in enumerate(batches):
+        optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / max(1, lr_warmup))
+        count, total = sum(len(response) for _, response in batch), 0.0
+        for part in _parts(batch, tokens):
+            value = loss(policy, part, count)
+            if not torch.isfinite(value):
+                raise TrainingError(
+                    f"{label}: the loss of step {step} is {value.item():g}; lower its learning rate"
+                )
+            value.backward()
+            total += value.item()
+        torch.nn.utils.clip_grad_norm_(parameters, GRAD_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def _parts(batch: Sequence[Example], tokens: int | None) -> Iterator[Sequence[Example]]:
+    """Yield a batch in parts of rows of similar length, of at most ``tokens`` with padding."""
+    if tokens is None:
+        yield batch
+        return
+    part: list[Example] = []
+    for example in sorted(batch, key=lambda x: len(x[0]) + len(x[1])):
+        # Rows are padded to the length of the last one, which is the longest.
+        if part and (len(part) + 1) * sum(map(len, example)) > tokens:
+            yield part
+            part = []
+        part.append(example)
+    yield part
+
+
+def loss(policy: LanguagePolicy, examples: Sequence[Example], count: int | None = None) -> Tensor:
+    """Return the mean of -log π(token) over all response tokens, a scalar with gradient.
+
+    Args:
+        policy: The policy.
+        examples: Examples that are evaluated together.
+        count: Divisor of the sum; None: the number of response tokens of these examples.
+    """
     ids, position, mask = (x.to(policy.model.lm_head.weight.device) for x in _batch(examples))
     token = ids.gather(1, position + 1)
     log_prob = policy.view(policy.hidden(ids[:, :-1], position), token).log_prob
-    return -(log_prob * mask).sum() / mask.sum()
+    return -(log_prob * mask).sum() / (mask.sum() if count is None else count)
 
 
 def _batch(examples: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:

@@ -222,7 +222,7 @@ def _layers(
         files.append((f"{strict.STORED}, {path}", content))
     else:
         choices = [group_choice(o) for o in overrides if folders.selects(o)]
-        if args.command == "train" and "experiment" not in groups:
+        if args.command in ("train", "clone") and "experiment" not in groups:
             choices += _default_experiment(groups.get("mode"), overrides)
         composed = folders.compose(folders.primary, choices)
         chosen = composed.pop("hydra").runtime.choices

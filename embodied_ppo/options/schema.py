@@ -1071,30 +1071,39 @@ CLONING = positive("cloning.steps")
 
 @dataclass(frozen=True)
 class CloningConfig:
-    steps: Natural = option(0, read_if=VLA)
-    """Number of supervised optimiser steps on demonstrations before PPO, for vision-language-action
-    models; 0: none. The result is cached on disk between runs."""
-    dataset: Text | None = option(None, read_if=CLONING)
+    steps: Natural = option(
+        0,
+        read_if=(
+            ReadIf(VLA.text, VLA.holds, mode="embodied"),
+            ReadIf(FILES.text, FILES.holds, mode="reasoning"),
+        ),
+    )
+    """Number of supervised optimiser steps on demonstrations before PPO; 0: none. Of
+    vision-language-action models, the result is cached on disk between runs. Language models learn
+    the responses in the rows of data.train."""
+    dataset: Text | None = option(None, mode="embodied", read_if=CLONING)
     """Directory of demonstrations in LeRobot's layout (v2.0 to v3.0); null: record some once with
     the expert of the task (Tabletop has one)."""
-    episodes: Count = option(2000, read_if=CLONING)
+    episodes: Count = option(2000, mode="embodied", read_if=CLONING)
     """Number of demonstrations to learn from, the first ones of the data set."""
-    exclude_episodes: tuple[Natural, ...] = option((), read_if=CLONING)
+    exclude_episodes: tuple[Natural, ...] = option((), mode="embodied", read_if=CLONING)
     """Indices of demonstrations of the data set to leave out."""
-    shuffle_buffer: Count | None = option(None, read_if=CLONING)
+    shuffle_buffer: Count | None = option(None, mode="embodied", read_if=CLONING)
     """Number of frames in memory, from which batches are drawn at random while the images of the
     other frames stay on disk; null: all frames, which must fit into half of the free memory."""
-    fps_mismatch: Literal["refuse", "resample", "ignore"] = option("refuse", read_if=CLONING)
+    fps_mismatch: Literal["refuse", "resample", "ignore"] = option(
+        "refuse", mode="embodied", read_if=CLONING
+    )
     """What to do if the data set has other actions per second than the task. resample: take the
     newest frame of each time, with its action as it is, which suits positions and velocities, but
     not changes of position; ignore: its frames are control steps of the task."""
-    foresight_steps: Natural = option(400, read_if=CLONING)
+    foresight_steps: Natural = option(400, mode="embodied", read_if=CLONING)
     """Number of auxiliary optimiser steps before cloning that predict the robot's future state and
     the final image of a demonstration (``imitation/behavior_cloning``)."""
     batch_size: Count = option(64, read_if=CLONING)
-    """Number of frames of one optimiser step."""
+    """Number of frames, or responses, of one optimiser step."""
     lr: Positive = option(4e-3, read_if=CLONING)
-    """Learning rate of the supervised steps."""
+    """Learning rate of the supervised steps; mode=reasoning writes 1e-5."""
 
 
 DISTILLING = ReadIf("embodied-ppo distill teacher=RUN", lambda c: c.teacher is not None)
@@ -1234,7 +1243,7 @@ class Config:
     data: DataConfig = section(DataConfig, mode="reasoning")
     reward: RewardConfig = section(RewardConfig, mode="reasoning")
     warm_start: WarmStartConfig = section(WarmStartConfig, mode="reasoning")
-    cloning: CloningConfig = section(CloningConfig, mode="embodied")
+    cloning: CloningConfig = section(CloningConfig)
     distillation: DistillationConfig = section(
         DistillationConfig, mode="embodied", read_if=DISTILLING
     )

@@ -30,13 +30,13 @@ from embodied_ppo.cluster.worker import Worker, WorkerSpec, broadcast_weights
 from embodied_ppo.core import compile
 from embodied_ppo.core.types import Trajectory
 from embodied_ppo.data import synthetic_tasks
+from embodied_ppo.data.prompts import Sampler, demonstrations
 from embodied_ppo.evaluation import language_evaluation
 from embodied_ppo.evaluation.prompt_evaluation import PromptEvaluationResult
 from embodied_ppo.evaluation.run_report import ReportFiles, ReportTarget
-from embodied_ppo.imitation.supervised_finetuning import warm_start
+from embodied_ppo.imitation.supervised_finetuning import finetune, warm_start
 from embodied_ppo.options.reward_groups import rollout_groups
 from embodied_ppo.options.schema import AlgorithmConfig, Config
-from embodied_ppo.policies.causal_lm import LanguagePolicy
 from embodied_ppo.policies.language_models import critic_config, critic_rank, make_critic
 from embodied_ppo.ppo import agreement
 from embodied_ppo.ppo.critic import LocalCritic
@@ -85,7 +85,8 @@ def build(
 
     # Tokenizer, prompts and actor. A sharded model need not fit on the device as a whole, so it is
     # built in host memory.
-    on_host = process.learners.sharded and "rollout" not in roles and not config.warm_start.steps
+    supervised = config.warm_start.steps or config.cloning.steps
+    on_host = process.learners.sharded and "rollout" not in roles and not supervised
     device = torch.device("cpu") if on_host else spec.device
     inputs = read_inputs(config, device, messages.add)
     policy = inputs.policy
@@ -97,7 +98,7 @@ def build(
     # The first learner is warmed up and sends its weights to the others.
     if "actor" in roles:
         if not process.learners.rank:
-            _initialize_actor(spec, policy, inputs.tokenizer, messages)
+            _initialize_actor(spec, inputs, messages)
         broadcast_weights(policy, process.learners)
 
     # Critic and reference, here or in other processes.
@@ -275,20 +276,20 @@ def _learner_options(spec: RunSpec, a: AlgorithmConfig, messages: Messages) -> d
     }
 
 
-def _initialize_actor(
-    spec: RunSpec, policy: LanguagePolicy, tokenizer: Any, messages: Messages
-) -> None:
-    """Load ``initial_policy`` where a run starts, or train on demonstrations (or load the result
+def _initialize_actor(spec: RunSpec, inputs: Inputs, messages: Messages) -> None:
+    """Load ``initial_policy`` where a run starts, and train on demonstrations (or load the result
     from the cache).
 
     Raises:
         CheckpointError: The initial policy cannot be read, or is of another model.
     """
-    config, w = spec.config, spec.config.warm_start
+    config, w, policy = spec.config, spec.config.warm_start, inputs.policy
     if spec.checkpoint is None and (source := spec.initial_policy) is not None:
         checkpoint.load_weights(policy, source.policy(), f"initial_policy={config.initial_policy}")
         others = "critic" if _has_initial_critic(spec) else "no critic, which starts as a copy"
         messages.notice(f"initial_policy: weights of {source.path}, and {others}")
+    if config.cloning.steps and spec.checkpoint is None:
+        _clone(config, inputs, messages)
     if not w.steps or spec.checkpoint is not None:
         return
     assert config.data.task is not None
@@ -299,7 +300,7 @@ def _initialize_actor(
         task, task.problems("train"), w.steps * WARM_START_BATCH, seed=seed
     )
     prompts, responses = (
-        synthetic_tasks.encode(texts, tokenizer) for texts in zip(*pairs, strict=True)
+        synthetic_tasks.encode(texts, inputs.tokenizer) for texts in zip(*pairs, strict=True)
     )
     # Each response ends with EOS, so that the model learns to stop.
     examples = [(p, (*r, synthetic_tasks.EOS)) for p, r in zip(prompts, responses, strict=True)]
@@ -313,6 +314,28 @@ def _initialize_actor(
         folder=compile.cache_folder() / "warm_start",
         notice=messages.progress,
     )
+
+
+def _clone(config: Config, inputs: Inputs, messages: Messages) -> None:
+    """Train the actor on the responses of data.train. Raises ConfigError, TrainingError."""
+    c, a = config.cloning, config.algorithm
+    examples, longer = demonstrations(
+        inputs.train, inputs.tokenizer, inputs.stops, response_length=a.response_length
+    )
+    more = f"; {longer:,} longer than algorithm.response_length were left out" * (longer > 0)
+    messages.progress(f"cloning: {c.steps} steps on {len(examples):,} responses{more}")
+    sampler = Sampler(len(examples), c.batch_size, config.seed, config.data.shuffle)
+    batches = ([examples[i] for i in sampler.next()] for _ in range(c.steps))
+    losses = finetune(
+        inputs.policy,
+        batches,
+        lr=c.lr,
+        lr_warmup=c.steps // 10,
+        label="cloning",
+        tokens=a.micro_batch_tokens,
+    )
+    passes = f"{sampler.epoch:.2g} passes"
+    messages.add(f"cloning: loss {losses[0]:.4g} to {losses[-1]:.4g} in {passes}")
 
 
 def make_rollout(

@@ -146,11 +146,14 @@ def reexecute(
 
 
 def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[str, Any]:
-    """Clone the demonstrations of ``config.cloning`` without PPO: save, evaluate and report.
+    """Train on the demonstrations of ``config.cloning`` or, with a language model, on the responses
+    of ``config.data.train``, without PPO: save, evaluate and report.
 
     Arguments, result and exceptions: as of ``train``.
     """
     _check_cloning(config)
+    if config.mode == "reasoning":  # a run of a language model needs a length
+        config = replace(config, updates=config.updates or 1)
     with (
         started(config, explicit=explicit, quiet=quiet) as (spec, messages, bar),
         open_run(spec, messages, bar) as run,
@@ -172,8 +175,13 @@ def _check_cloning(config: Config) -> None:
     """Raise ConfigError for options with which nothing can be cloned."""
     # Refuse before the directory of the run is created and locked.
     validation.check_command(config, "clone")
-    reasoning, small = config.mode == "reasoning", config.model.policy == "actor_critic"
-    refuse(reasoning, "write train with warm_start.steps: clone trains no mode = reasoning")
+    reasoning, task = config.mode == "reasoning", config.data.task
+    small = not reasoning and config.model.policy == "actor_critic"
+    refuse(
+        reasoning and task is not None,
+        f"write train with warm_start.steps, or data.task=null: data.task = {task} has no files of"
+        " responses, which clone trains on",
+    )
     refuse(small, "write model.policy=token, flow or gaussian: clone trains no actor_critic")
     refuse(config.cloning.steps == 0, "write cloning.steps=1500: cloning.steps=0 trains nothing")
     continuation = "continue with PPO: embodied-ppo train resume={} run_dir=NEW"

@@ -202,7 +202,7 @@ REFUSALS = [
     ("demos out=x resume=auto", "resume"),
     ("clone cloning.steps=0", "cloning.steps"),
     ("clone experiment=hopper", "write model.policy=token, flow or gaussian: clone"),
-    ("clone experiment=arithmetic", "clone trains no mode = reasoning"),
+    ("clone experiment=arithmetic", "warm_start.steps"),
     ("clone updates=3", "updates"),
     ("clone resume=nowhere", "resume"),
     ("clone cloning.dataset=nowhere", "cwd/nowhere: does not exist;"),

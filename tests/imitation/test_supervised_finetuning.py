@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from embodied_envs.base.errors import ConfigError, TrainingError
-from embodied_ppo.imitation.supervised_finetuning import Example, loss, warm_start
+from embodied_ppo.data.prompts import Example
+from embodied_ppo.imitation.supervised_finetuning import finetune, loss, warm_start
 from embodied_ppo.policies.causal_lm import LanguagePolicy
 from tests.policies.test_causal_lm import make
 
@@ -56,6 +57,17 @@ def test_loss_is_the_mean_over_response_tokens() -> None:
             count += 1
     assert count == 2 + 3 + 1 + 4
     assert float(loss(policy, EXAMPLES[:4]).detach()) == pytest.approx(total / count, rel=1e-5)
+
+
+def test_parts_of_a_batch_do_not_change_the_step() -> None:
+    policies = [make(), make()]
+    batches = [EXAMPLES[:4], EXAMPLES[4:8]]
+    options: dict[str, Any] = {"lr": 1e-3, "lr_warmup": 1, "label": "test"}
+    whole, parts = (
+        finetune(policy, batches, **options, tokens=tokens)
+        for policy, tokens in zip(policies, (None, 8), strict=True)
+    )
+    assert parts == pytest.approx(whole, rel=1e-5) and whole[1] < whole[0]
 
 
 def test_one_step_equals_adamw_by_hand(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from embodied_ppo.commands import main
 from embodied_ppo.data import synthetic_tasks
+from embodied_ppo.data.prompts import demonstrations
+from embodied_ppo.imitation.supervised_finetuning import loss as finetuning_loss
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import language_models
@@ -436,6 +438,54 @@ def test_directory_of_a_model_is_measured_and_compared(capsys: Capture) -> None:
     ):
         assert named in refusal(capsys, "evaluate", *change), change
     assert sorted(Path("a").iterdir()) == before, "nothing is written beside the model"
+
+
+@pytest.mark.slow
+def test_clone_learns_the_responses_of_a_file(capsys: Capture) -> None:
+    """The mask is checked against transformers' labels; PPO continues from the clone."""
+    from transformers import AutoModelForCausalLM
+
+    texts = [row["question"] for row in questions("train", 12)]
+    model = save_model(Path("model"), texts)
+    chats = [
+        {"messages": [{"role": "user", "content": x}, {"role": "assistant", "content": "It is 4."}]}
+        for x in texts
+    ]
+    data = write_lines("chats.jsonl", chats)
+    options: list[object] = ["mode=reasoning", f"actor.model.path={model}", "reward.grader=exact"]
+    options += [f"data.train=[{data}]", f"data.eval=[{data}]", "algorithm.response_length=16"]
+    options += ["evaluation.episodes=12", "device=cpu", "algorithm.micro_batch_tokens=1000"]
+    steps = ["cloning.steps=40", "cloning.batch_size=4", "cloning.lr=1e-2"]
+    summary = run_command(capsys, "clone", *options, *steps, "run_dir=cloned")
+    assert summary["final_success"] == 1, log("cloned")
+    assert "cloning: 40 steps on 12 responses" in log("cloned") and "13 passes" in log("cloned")
+    sizes = ["algorithm.rollout_batch_size=4", "algorithm.global_batch_size=4", "updates=1"]
+    start = ["initial_policy=cloned", "run_dir=ppo"]
+    assert run_command(capsys, "train", *options, *sizes, *start)["initial_success"] == 1
+
+    # Only the response and its end are learned.
+    config = loader.load(Config, yaml.safe_load(Path("cloned/config.yaml").read_text()))
+    tokenizer = language_inputs.make_tokenizer(config)
+    policy = language_models.make_policy(config, tokenizer, torch.device("cpu"))
+    prompts = language_inputs.read_files(config, [str(data)], tokenizer, print, "data")
+    (example, *_), longer = demonstrations(prompts, tokenizer, [2], response_length=16)
+    assert tokenizer.decode(example[1]) == "It is 4.<|im_end|>" and longer == 0
+    assert tokenizer.decode(example[0]).endswith("<|im_start|>assistant\n")
+    ids = torch.tensor([[*example[0], *example[1]]])
+    labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(example[0]), -100)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    expected = reference(ids, labels=labels).loss.item()
+    assert finetuning_loss(policy, [example]).item() == pytest.approx(expected, rel=1e-5)
+
+    verl = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "data_source": "own"}
+    answers = write_lines("verl.jsonl", [verl])
+    for change, named in (
+        (["cloning.steps=0"], "cloning.steps"),
+        ([*steps, f"data.train=[{answers}]"], "answer_key"),
+        ([*steps, "algorithm.response_length=2"], "response_length"),
+        ([*steps, "cloning.episodes=3"], "cloning.episodes"),
+    ):
+        assert named in refusal(capsys, "clone", *options, *change, "run_dir=refused"), change
 
 
 def test_prompt_options_are_refused_for_robot_policies(capsys: Capture) -> None:

@@ -63,6 +63,8 @@ def check(config: Config) -> None:
         f"write warm_start.steps=0: {config.warm_start.steps} steps are for a new model"
         " (actor.model.path=null) and"
         " rollout.engine=builtin": (vllm or not new_model) and config.warm_start.steps,
+        f"write rollout.engine=builtin: vllm reads the weights from before {config.cloning.steps}"
+        " cloning.steps": vllm and config.cloning.steps,
         f"write warm_start.steps=0: initial_policy = {config.initial_policy} is trained"
         " already": config.initial_policy is not None and config.warm_start.steps,
         "write actor.model.path=DIRECTORY, which rollout.engine = vllm reads, or"
