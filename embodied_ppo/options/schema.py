@@ -1103,7 +1103,7 @@ class CloningConfig:
     batch_size: Count = option(64, read_if=CLONING)
     """Number of frames, or responses, of one optimiser step."""
     lr: Positive = option(4e-3, read_if=CLONING)
-    """Learning rate of the supervised steps; mode=reasoning writes 1e-5."""
+    """Learning rate of the supervised steps; language models need another one, such as 1e-5."""
 
 
 DISTILLING = ReadIf("embodied-ppo distill teacher=RUN", lambda c: c.teacher is not None)

@@ -481,6 +481,7 @@ def test_clone_learns_the_responses_of_a_file(capsys: Capture) -> None:
     answers = write_lines("verl.jsonl", [verl])
     for change, named in (
         (["cloning.steps=0"], "cloning.steps"),
+        (["cloning.steps=5"], "cloning.lr=1e-5"),
         ([*steps, f"data.train=[{answers}]"], "answer_key"),
         ([*steps, "algorithm.response_length=2"], "response_length"),
         ([*steps, "cloning.episodes=3"], "cloning.episodes"),

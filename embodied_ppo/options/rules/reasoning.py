@@ -16,7 +16,7 @@ from embodied_ppo.options.rules.base import (
     refuse,
     refuse_any,
 )
-from embodied_ppo.options.schema import Config
+from embodied_ppo.options.schema import CloningConfig, Config
 
 
 def check(config: Config) -> None:
@@ -63,6 +63,8 @@ def check(config: Config) -> None:
         f"write warm_start.steps=0: {config.warm_start.steps} steps are for a new model"
         " (actor.model.path=null) and"
         " rollout.engine=builtin": (vllm or not new_model) and config.warm_start.steps,
+        f"write cloning.lr=1e-5: the default {CloningConfig().lr:g} is for new models of"
+        " robots": config.cloning.steps and config.cloning.lr == CloningConfig().lr,
         f"write rollout.engine=builtin: vllm reads the weights from before {config.cloning.steps}"
         " cloning.steps": vllm and config.cloning.steps,
         f"write warm_start.steps=0: initial_policy = {config.initial_policy} is trained"
