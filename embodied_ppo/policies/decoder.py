@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import checkpoint
 
@@ -418,12 +419,23 @@ def _project_heads(a: Any, block: Block, h: Tensor, place: Tensor | None) -> Seq
 def gated_mlp(mlp: Any, x: Tensor) -> Tensor:
     """Return down_proj(act(gate_proj x) * up_proj x), or that of the chosen experts, [B, L, D]."""
     if hasattr(mlp, "experts"):  # a router chooses some of them for each token (Qwen 3 MoE)
-        return mlp(x)
+        return _expert_shapes(mlp, x) if isinstance(x, FakeTensor) else mlp(x)
     if hasattr(mlp, "gate_up_proj"):  # Phi 3, GLM 4
         gate, up = mlp.gate_up_proj(x).chunk(2, dim=-1)
         return mlp.down_proj(gated_product(mlp.activation_fn, gate, up))
     gate, up = project((mlp.gate_proj, mlp.up_proj), x)
     return mlp.down_proj(gated_product(mlp.act_fn, gate, up))
+
+
+def _expert_shapes(mlp: Any, x: Tensor) -> Tensor:
+    """Return a tensor like ``mlp(x)`` for a prediction of memory, from one expert for all tokens.
+
+    torch's grouped products refuse float32 tensors without contents.
+    """
+    rows = x.repeat_interleave(mlp.gate.top_k, dim=-2)
+    gate, up = F.linear(rows, mlp.experts.gate_up_proj[0]).chunk(2, dim=-1)
+    y = F.linear(gated_product(mlp.experts.act_fn, gate, up), mlp.experts.down_proj[0])
+    return y.unflatten(-2, (-1, mlp.gate.top_k)).sum(-2)
 
 
 def _heads(attention: Any, block: Block, which: str, x: Tensor) -> Tensor:
