@@ -112,7 +112,7 @@ KINDS = (None, "full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerForm:
     """Form of a layer.
 
     Attributes:
@@ -137,7 +137,7 @@ class Block:
     residual: float
 
 
-def describe(layer: Any) -> Block:
+def describe(layer: Any) -> LayerForm:
     """Return the form of a layer of transformers' model."""
     a: Any = layer.self_attn
     if hasattr(layer, "post_self_attn_layernorm"):  # GLM 4
@@ -149,7 +149,7 @@ def describe(layer: Any) -> Block:
     names = (f"{name}_layernorm" for name in names)
     queries, head_dim = a.config.num_attention_heads, int(a.head_dim)
     norm = getattr(a, "q_norm", None)
-    return Block(
+    return LayerForm(
         norms=tuple(name if hasattr(layer, name) else None for name in names),
         queries=queries,
         groups=queries // a.num_key_value_groups,
@@ -162,7 +162,7 @@ def describe(layer: Any) -> Block:
 
 
 class Decoder(InferenceModule):
-    """Layers of a decoder-only language model in the forms that ``Block`` describes.
+    """Layers of a decoder-only language model in the forms that ``LayerForm`` describes.
 
     The last layer computes only the requested places. In PPO the last layer of a prompt needs keys
     and values only.
@@ -379,7 +379,7 @@ def run_layer(recompute: bool, layer: Any, function: Callable[..., M], *args: An
 
 def _compute_layer(
     layer: Any,
-    block: Block,
+    block: LayerForm,
     i: int,
     x: Tensor,
     rotation: Rotation,
@@ -405,7 +405,7 @@ def _compute_layer(
     return torch.add(x, norm(3, gated_mlp(layer.mlp, norm(2, x))), alpha=block.residual)
 
 
-def _project_heads(a: Any, block: Block, h: Tensor, place: Tensor | None) -> Sequence[Tensor]:
+def _project_heads(a: Any, block: LayerForm, h: Tensor, place: Tensor | None) -> Sequence[Tensor]:
     """Return keys and values [B, L, G d] and queries [B, L, H d], or [B, R, H d] at ``place``."""
     if hasattr(a, "qkv_proj"):  # Phi 3
         sizes = [n * block.head_dim for n in (block.queries, block.groups, block.groups)]
@@ -438,7 +438,7 @@ def _expert_shapes(mlp: Any, x: Tensor) -> Tensor:
     return y.unflatten(-2, (-1, mlp.gate.top_k)).sum(-2)
 
 
-def _heads(attention: Any, block: Block, which: str, x: Tensor) -> Tensor:
+def _heads(attention: Any, block: LayerForm, which: str, x: Tensor) -> Tensor:
     """Split projections [B, L, heads d] to [B, heads, L, d], normalised in models that do so (Qwen
     3, Gemma 3, OLMo 2).
     """
@@ -449,7 +449,7 @@ def _heads(attention: Any, block: Block, which: str, x: Tensor) -> Tensor:
     return (x if norm is None else normalise(norm, x)).transpose(1, 2)
 
 
-def _rotate(block: Block, x: Tensor, rotation: Rotation, dtype: torch.dtype) -> Tensor:
+def _rotate(block: LayerForm, x: Tensor, rotation: Rotation, dtype: torch.dtype) -> Tensor:
     """Return x [B, heads, L, d] with rotary position embedding, in type ``dtype``.
 
     The order of the numbers of a head may change, in queries and keys alike.
