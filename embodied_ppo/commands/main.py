@@ -25,9 +25,9 @@ from embodied_envs.base.errors import (
     one_line,
 )
 from embodied_ppo import __version__
+from embodied_ppo.commands import supervisor
 from embodied_ppo.commands.arguments import Parser, describe_own_options
 from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED, PROBLEM_FOUND, REFUSED
-from embodied_ppo.commands.supervisor import supervise
 from embodied_ppo.core.errors import PlacementError, UsageError
 from embodied_ppo.options.compose import PROGRAM
 from embodied_ppo.options.config_folders import PRIMARY
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
     if own and argv and argv[0] in COMMANDS and argv[0] not in UNSUPERVISED:
         if not {"-h", "--help"} & {*argv}:
-            return supervise(partial(main, argv))
+            return supervisor.supervise(partial(main, argv))
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the parent process has closed it (>&-)
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
@@ -165,8 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as e:
         return e.code if isinstance(e.code, int) else 0 if e.code is None else FAILED
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return INTERRUPTED
+        return _interrupted()
     except BrokenPipeError as e:
         if argv[0] in PRIMARY:
             return _report(e)
@@ -174,8 +173,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as e:  # the top of the program: every error has a last line and an exit code
-        return _report(e)
+        # ctypes replaces a KeyboardInterrupt in the conversion of an argument by its own error.
+        return _interrupted() if supervisor.is_interrupted else _report(e)
     return code or 0
+
+
+def _interrupted() -> int:
+    print("error: interrupted", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _out_of_memory(error: BaseException) -> bool:

@@ -26,6 +26,8 @@ PAUSE_S = 5.0
 PR_SET_PDEATHSIG = 1
 SI_KERNEL = 0x80
 """Origin of a signal from the terminal, which the whole process group receives."""
+is_interrupted = False
+"""Whether a command that handles no signals was interrupted in this process."""
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 
@@ -80,7 +82,9 @@ def _supervised(run: Callable[[], int], parent: int) -> int:
 
 def _interrupt(number: int, frame: object) -> None:
     """Raise KeyboardInterrupt unless the same signal arrives a second time."""
+    global is_interrupted
     if not watchdog.is_repetition():
+        is_interrupted = True
         raise KeyboardInterrupt
 
 

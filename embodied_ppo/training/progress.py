@@ -18,11 +18,15 @@ from embodied_ppo.training.logging import LINE_EVERY_S, Timer, shows_bars, start
 @contextmanager
 def _signal_handler(handle: Callable[[], None]) -> Iterator[None]:
     """Call ``handle`` for SIGINT, SIGTERM and, unless nohup ignores it, SIGHUP."""
+    is_interrupted = False
 
     def on_signal(number: int, frame: Any) -> None:
+        nonlocal is_interrupted
         # A signal to the process group arrives twice, directly and through the supervisor.
         if not watchdog.is_repetition():
+            is_interrupted = True
             handle()
+            is_interrupted = False
 
     # A command under nohup must survive the end of its terminal.
     signals = [signal.SIGINT, signal.SIGTERM]
@@ -33,6 +37,11 @@ def _signal_handler(handle: Callable[[], None]) -> Iterator[None]:
         before = {s: signal.signal(s, on_signal) for s in signals}
     try:
         yield
+    except Exception as error:
+        # ctypes replaces a KeyboardInterrupt in the conversion of an argument by its own error.
+        if is_interrupted:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -76,9 +85,9 @@ class Interrupts(ExitStack):
 
     def _handle(self) -> None:
         # A second signal ends even a block that must not be interrupted.
-        if not self._deferring or self._received:
+        is_second, self._received = self._received, True
+        if is_second or not self._deferring:
             raise KeyboardInterrupt
-        self._received = True
 
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
@@ -88,7 +97,8 @@ class Interrupts(ExitStack):
             yield
         finally:
             self._deferring = False
-        # This is not in ``finally``, so that an error of the block is not replaced.
+        # Also for a signal before the block whose KeyboardInterrupt was lost, in a destructor. This
+        # is not in ``finally``, so that an error of the block is not replaced.
         if self._received:
             raise KeyboardInterrupt
 

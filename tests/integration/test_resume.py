@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -244,6 +246,37 @@ def test_signal_ignored_by_nohup_stays_ignored() -> None:
             assert signal.getsignal(signal.SIGHUP) is handler
         finally:
             signal.signal(signal.SIGHUP, before)
+
+
+class InterruptedConversion:
+    @staticmethod
+    def from_param(number: int) -> int:
+        signal.raise_signal(signal.SIGINT)
+        return number
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_interrupt_in_a_conversion_of_ctypes_is_an_interrupt(signals: int) -> None:
+    """ctypes raises an ArgumentError instead, as when a picture is drawn by EGL."""
+    function = ctypes.CDLL(None).abs
+    function.argtypes = [InterruptedConversion]
+    context = progress.Interrupts() if signals == 1 else progress.stop_signals(Timer())
+    with pytest.raises(KeyboardInterrupt), context:
+        assert [function(1) for _ in range(signals)] == []
+    with pytest.raises(ValueError, match="of the block"), progress.Interrupts():
+        raise ValueError("of the block")
+
+
+def test_lost_interrupt_ends_the_next_uninterrupted_block() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), progress.Interrupts() as interrupts:
+        # CPython discards the exceptions of destructors and callbacks of the garbage collector.
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        with interrupts.uninterrupted():
+            done.append("saved")
+        done.append("continued")
+    assert done == ["saved"]
 
 
 @pytest.mark.slow
