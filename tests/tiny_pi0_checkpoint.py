@@ -140,7 +140,7 @@ def write_checkpoint(
         config = {"action_dim": config["max_action_dim"], "action_horizon": config["chunk_size"]}
         config |= sizes
         file = folder / "assets" / asset / "norm_stats.json"
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"norm_stats": statistics or {}}))
         statistics = None
     elif kind == "pi05":
