@@ -32,6 +32,14 @@ _RESET, _STEP = 0, 1
 """Streams of random numbers, see ``base.random``; that of pushes is 2."""
 
 
+def _address(x: Tensor) -> int:
+    """Return where the memory of a tensor begins; 0: a tensor of a subclass has none of its own."""
+    try:
+        return x.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
+
+
 def reads_privileged(task: Task, obs_keys: Sequence[str] | None) -> bool:
     """Return whether ``obs_keys`` names the group that ``task.privileged`` computes."""
     return PRIVILEGED in (obs_keys or ()) and task.has_privileged()
@@ -118,6 +126,8 @@ class MujocoEnv(VectorEnv):
         """The state that the task's functions read; the engine updates its tensors in place."""
         self._variables = [k for k in start if k not in INITIAL_FIELDS]
         self._before = validator.before(self.s)
+        state = (*self.s.values(), *self._before.values())
+        self._addresses = {0, *map(_address, state)}
         if self._carries_over:
             validator.carry_over(self.s, start, self._start_numbers()[0])
         self._begin(self._all_worlds)
@@ -395,7 +405,8 @@ class MujocoEnv(VectorEnv):
         terms, own = self._reward_terms(self._before, s, action), self._own
         reward = task.total(terms) if terms else None
         reward = own(task.reward(self._before, s, action) if reward is None else reward)
-        info = {name: own(x.to(torch.float32)) for name, x in terms.items()} or None
+        numbers = torch.stack([*terms.values()]).float().unbind() if terms else ()
+        info = dict(zip(terms, numbers, strict=True)) or None
         terminated, success = own(task.terminated(s)), task.success(s)
         success = None if success is None else own(success)
         for name, value in [(k, own(x)) for k, x in task.advance(s, action, u).items()]:
@@ -423,13 +434,7 @@ class MujocoEnv(VectorEnv):
         """
         if torch.compiler.is_compiling():  # a copy is fused with the code around it
             return x.clone()
-        state = (*self.s.values(), *self._before.values())
-        try:
-            address = x.untyped_storage().data_ptr()
-            shares = any(address == y.untyped_storage().data_ptr() for y in state)
-        except RuntimeError:  # tensors of a subclass have no storage of their own
-            shares = True
-        return x.clone() if shares else x
+        return x.clone() if _address(x) in self._addresses else x
 
     def _reset_where(self, mask: Tensor) -> Obs:
         """Start new episodes where ``mask`` bool [N] is True; return the current observation.
