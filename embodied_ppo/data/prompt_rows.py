@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -46,7 +46,8 @@ GSM8K_SUFFIX = ' Let\'s think step by step and output the final answer after "##
 """Text that verl adds to every question of GSM8K."""
 
 
-Paths: TypeAlias = "str | Path | Sequence[str | Path]"
+Paths: TypeAlias = "str | Path | Sequence[str | Path] | Mapping[str, float]"
+"""Files and directories; a mapping has the weight of the rows of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Row:
         location: File and line (from 1) or row (from 0), for messages.
         response: The complete text of which ``ground_truth`` may be a part; empty for verl, whose
             rows have no more than the answer.
+        weight: Weight of the file.
     """
 
     prompt: str | list[dict[str, str]]
@@ -71,6 +73,7 @@ class Row:
     suffix: str
     location: str
     response: str
+    weight: float = 1.0
 
 
 def files_of(paths: Paths) -> list[Path]:
@@ -149,7 +152,7 @@ def read_rows(
     ``data_source`` of rows without one is "openai/gsm8k" (GSM8K) or the name of the file.
 
     Args:
-        paths: Files and directories.
+        paths: Files and directories, see ``Paths``.
         prompt_key: Key of the prompt, None: detected.
         answer_key: Key of the correct answer, None: detected.
         needs_answer: Whether a row without an answer is an error; otherwise its answer is empty.
@@ -158,7 +161,8 @@ def read_rows(
         ConfigError: A file or a row cannot be read.
     """
     rows: list[Row] = []
-    for path in files_of(paths):
+    parts = paths.items() if isinstance(paths, Mapping) else [(paths, 1.0)]
+    for path, weight in [(file, w) for part, w in parts for file in files_of(part)]:
         before, keys, gsm8k = len(rows), (prompt_key, answer_key), False
         for location, item in _items(path):
             if not isinstance(item, dict):
@@ -169,7 +173,8 @@ def read_rows(
             keys = (keys[0] or found[0], keys[1] or found[1])
             if len(rows) == before and answer_key is None and keys == ("question", "answer"):
                 gsm8k = "####" in str(item["answer"])
-            rows.append(_row(item, location, path.stem, keys, gsm8k, needs_answer))
+            row = _row(item, location, path.stem, keys, gsm8k, needs_answer)
+            rows.append(row if weight == 1 else replace(row, weight=weight))
         if len(rows) == before:
             raise ConfigError(f"{path}: holds no rows; remove it, or fill it")
     return rows

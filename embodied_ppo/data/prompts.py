@@ -41,6 +41,7 @@ class Prompt:
         prefix: Start of the response that the chat template has written (``<think>``).
         templated: Whether a chat template made ``text``.
         response: Demonstrated response, empty without one.
+        weight: Weight of the file, see ``Sampler``.
     """
 
     ids: tuple[int, ...]
@@ -53,6 +54,7 @@ class Prompt:
     prefix: str = ""
     templated: bool = False
     response: str = ""
+    weight: float = 1.0
 
 
 # ------------------------------------------------------------------------------------------ prompts
@@ -137,7 +139,8 @@ def load_prompts(
         if len(ids) <= prompt_length:
             answer = row.ground_truth, row.data_source, row.extra
             template = messages, prefix, chat
-            prompts.append(Prompt(ids, text, *answer, index, *template, row.response))
+            response = row.response, row.weight
+            prompts.append(Prompt(ids, text, *answer, index, *template, *response))
     if not prompts:
         raise ConfigError(
             f"prompt_length = {prompt_length}: all {len(lengths)} prompts are longer, the shortest"
@@ -178,7 +181,7 @@ def demonstrations(
     stops: Sequence[int],
     *,
     response_length: int,
-) -> tuple[list[Example], int]:
+) -> tuple[list[Example], list[float]]:
     """Tokenise the responses of prompts; drop those of more than ``response_length`` tokens.
 
     A response is what the chat template writes after the prompt, up to its first stop token. Where
@@ -192,12 +195,13 @@ def demonstrations(
         response_length: Largest number of tokens, with the stop token.
 
     Returns:
-        Tokens of prompt and response of each row, and the number of dropped ones.
+        Tokens of prompt and response, and weight, of each row that is not dropped.
 
     Raises:
         ConfigError: A row has no response, or all are too long.
     """
     examples: list[Example] = []
+    weights: list[float] = []
     for p in prompts:
         if not p.response:
             raise ConfigError(
@@ -217,12 +221,13 @@ def demonstrations(
         ids = ids[: ends[0] + 1] if ends else [*ids, *([eos] if eos in stops else stops[:1])]
         if len(ids) <= response_length:
             examples.append((p.ids, tuple(ids)))
+            weights.append(p.weight)
     if not examples:
         raise ConfigError(
             f"write a larger algorithm.response_length: all {len(prompts)} responses have more than"
             f" {response_length} tokens"
         )
-    return examples, len(prompts) - len(examples)
+    return examples, weights
 
 
 def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
@@ -241,37 +246,84 @@ def task_prompts(task: Task, part: Part, tokenizer: PreTrainedTokenizerBase) -> 
 
 # ------------------------------------------------------------------------------------------ sampler
 class Sampler:
-    """Endless batches of row numbers. Every epoch has every row once, in a new order."""
+    """Endless batches of row numbers. Every epoch has every row once, in a new order.
 
-    def __init__(self, size: int, batch: int, seed: int, shuffle: bool = True) -> None:
+    With weights it has row i floor(w_i) times, and once more with the probability of the remainder.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        batch: int,
+        seed: int,
+        shuffle: bool = True,
+        *,
+        weights: Sequence[float] = (),
+        by_success: bool = False,
+    ) -> None:
         """Start at the first epoch.
 
         Args:
             size: Number of rows.
             batch: Rows of a batch.
-            seed: The order of an epoch depends on (seed, epoch) and ``size`` only.
+            seed: The order of an epoch depends on (seed, epoch), ``size`` and the weights only.
             shuffle: Whether to shuffle the rows.
+            weights: Mean number of times that an epoch has each row; empty: 1.
+            by_success: Multiply the weights by the learnability of the rows, see ``record``.
         """
         self.size, self.batch, self.seed, self.shuffle = size, batch, seed, shuffle
+        weighted = by_success or any(w != 1 for w in weights)
+        self._weights = torch.tensor([*weights] or [1.0] * size).double() if weighted else None
+        # Wrong and right responses to each row.
+        self._results = torch.zeros(2, size, dtype=torch.float64) if by_success else None
         self._epoch, self._position = 0, 0
         self._order = self._draw()
 
     def _draw(self) -> Tensor:
         """Return the order of the current epoch."""
-        if not self.shuffle:
-            return torch.arange(self.size)
-        generator = Generator().manual_seed(sampling_key(self.seed, "prompts", self._epoch))
-        return torch.randperm(self.size, generator=generator)
+
+        def generator(purpose: str) -> Generator:
+            return Generator().manual_seed(sampling_key(self.seed, purpose, self._epoch))
+
+        rows = torch.arange(self.size)
+        if (weights := self._weights) is not None:
+            if self._results is not None:
+                weights = weights * learnability(*self._results)
+            noise = torch.rand(self.size, generator=generator("weights"), dtype=torch.float64)
+            rows = rows.repeat_interleave((weights + noise).long())
+        return (
+            rows[torch.randperm(len(rows), generator=generator("prompts"))]
+            if self.shuffle
+            else rows
+        )
+
+    def record(self, rows: Sequence[int], correct: Sequence[bool]) -> None:
+        """Record responses, which change the weights from the next epoch on (``by_success``).
+
+        Earlier results of the same rows count half, because the policy has changed.
+
+        Args:
+            rows: Row of each response.
+            correct: Whether each response is right.
+        """
+        if self._results is None:
+            return
+        row, right = torch.tensor(rows, dtype=torch.int64), torch.tensor(correct).double()
+        counts = torch.stack(
+            [torch.bincount(row, weights=x, minlength=self.size) for x in (1 - right, right)]
+        )
+        earlier = torch.where(counts.sum(0) > 0, 0.5, 1.0)
+        self._results = self._results * earlier + counts
 
     def next(self, count: int | None = None) -> list[int]:
         """Return the next ``count`` rows, which may span the end of an epoch; None: a batch."""
         count = self.batch if count is None else count
         rows: list[int] = []
         while len(rows) < count:
-            if self._position == self.size:
+            if self._position == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
                 self._order = self._draw()
-            end = min(self.size, self._position + count - len(rows))
+            end = min(len(self._order), self._position + count - len(rows))
             rows += self._order[self._position : end].tolist()
             self._position = end
         return rows
@@ -279,25 +331,50 @@ class Sampler:
     @property
     def epoch(self) -> float:
         """Number of passes over the data so far."""
-        return self._epoch + self._position / self.size
+        return self._epoch + self._position / max(1, len(self._order))
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Return the position in the data, and the values that determine the order."""
-        order = {"size": self.size, "seed": self.seed, "shuffle": int(self.shuffle)}
-        return {"epoch": self._epoch, "position": self._position, **order}
+        state: dict[str, Any] = {"epoch": self._epoch, "position": self._position, **self._kind()}
+        if self._weights is not None:
+            # The order of this epoch follows from the results at its start, not from those of now.
+            state |= {"order": self._order, "results": self._results}
+        return state
 
-    def load_state(self, state: Mapping[str, int]) -> None:
-        """Continue from ``state()``, with any batch size.
+    def _kind(self) -> dict[str, int]:
+        """Return the values that a state to continue must have, too."""
+        weighted = int(self._weights is not None)
+        order = {"size": self.size, "seed": self.seed, "shuffle": int(self.shuffle)}
+        return {**order, "weighted": weighted}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state()``, with any batch size. Other weights count from the next epoch.
 
         Raises:
             ConfigError: The state belongs to other data or another seed.
         """
-        for name, value in self.state().items():
-            if name not in ("epoch", "position") and state[name] != value:
+        for name, value in self._kind().items():
+            if (other := state.get(name, 0)) != value:  # states without "weighted" have no weights
                 raise ConfigError(
-                    f"sampler: {name} is {value}, the state to continue has {state[name]}: the"
+                    f"sampler: {name} is {value}, the state to continue has {other}: the"
                     " orders of rows differ; use the same data, prompt_length, seed and shuffle,"
                     " or start a new run"
                 )
         self._epoch, self._position = state["epoch"], state["position"]
-        self._order = self._draw()
+        self._order = state["order"] if self._weights is not None else self._draw()
+        if self._results is not None and state["results"] is not None:
+            self._results = state["results"]
+
+
+def learnability(wrong: Tensor, right: Tensor) -> Tensor:
+    """Return 6 E[p (1 - p)] of the probabilities p of a right response.
+
+    The variance p (1 - p) of the reward is what a prompt can teach (Foster and Foerster 2025, arXiv
+    2502.12272). With a uniform prior, p has the distribution Beta(a, b), a = right + 1 and
+    b = wrong + 1, so that E[p (1 - p)] = a b / ((a + b) (a + b + 1)). Rows without results have 1.
+
+    Args:
+        wrong, right: Numbers of responses, float64 [rows].
+    """
+    a, b = right + 1, wrong + 1
+    return 6 * a * b / ((a + b) * (a + b + 1))

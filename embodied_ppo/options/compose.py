@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -344,12 +345,13 @@ def _resolved(
         return layers
     try:
         merged = OmegaConf.merge(*nodes)
-    except (OmegaConfBaseException, TypeError, ValueError) as e:
+    except (OmegaConfBaseException, TypeError, ValueError):
         # A list or number stands where a section belongs: let the loader name it.
         for label, options in layers:
             fixed = {p: v for p, v in options.items() if not str(v).startswith("${")}
             strict.read(cls, [(label, fixed)], partial=True)
-        raise ConfigError(hydra_message(e)) from e
+        # OmegaConf merges no list with a section; an option can accept both.
+        merged = OmegaConf.create(reduce(strict.merged, map(plain, nodes)))
 
     def resolve(value: Any, path: str, label: str) -> Any:
         if "${" not in repr(value):

@@ -65,7 +65,8 @@ def allowed_values(hint: Any) -> str:
     if kind is tuple:
         return f"a list, each {allowed_values(arguments[0])}"
     if kind is dict:
-        return "a section of names and values"
+        limit = f", each {allowed_values(x)}" if get_origin(x := arguments[1]) is Annotated else ""
+        return f"a section of names and values{limit}"
     names = {bool: "true or false", int: "a whole number", float: "a finite number", str: "text"}
     return names.get(hint, str(hint))
 

@@ -39,7 +39,7 @@ from embodied_ppo.options.describe import (
 )
 from embodied_ppo.options.readers import mode_of
 from embodied_ppo.options.removed import REMOVED, without_removed
-from embodied_ppo.options.schema import Config, EvaluateConfig, ExportConfig
+from embodied_ppo.options.schema import Config, EvaluateConfig, ExportConfig, Text
 from embodied_ppo.options.validation import check
 
 C = TypeVar("C")
@@ -174,7 +174,7 @@ def read(
     aliases: dict[str, str] = {}
     for label, mapping in layers:
         for target, value in _layer(cls, mapping, label, aliases).items():
-            values[target] = _merged(values.get(target), value)
+            values[target] = merged(values.get(target), value)
             origin[target] = label
     if values.get("algorithm.clip_ratio_c") == DUAL_CLIP_VALUE:
         values["algorithm.clip_ratio_c"] = _dual_clip(values, origin)
@@ -337,6 +337,8 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
         if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
             if is_dataclass(entry := arguments[1]) and isinstance(entry, type):
                 return {k: _build_entry(entry, v, f"{path}.{k}", label) for k, v in value.items()}
+            if entry is not Any:
+                return {k: _coerce(entry, v, f"{path}.{k}", label) for k, v in value.items()}
             return _plain(value)
     elif hint is float:
         if (number := _number(value)) is not None:
@@ -404,7 +406,9 @@ def _correction(hint: Any, value: Any, path: str) -> str:
     is_text = base is str or any(base_of(x) is str for x in get_args(plain))
     if is_text and get_origin(plain) is not tuple and isinstance(value, (int, float, bool)):
         return f"quote it: {path}=\"'{show(value)}'\" (in YAML: '{show(value)}')"
-    if get_origin(plain) is tuple and isinstance(value, (int, str)) and not isinstance(value, bool):
+    texts = isinstance(value, str) and tuple[Text, ...] in get_args(plain)
+    is_single = isinstance(value, (int, str)) and not isinstance(value, bool)
+    if texts or (get_origin(plain) is tuple and is_single):
         return f"write {path}=[{value}]"
     option = describe(Config).get(path)
     if option is None or option.default == value:
@@ -445,9 +449,10 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else copy.deepcopy(value)
 
 
-def _merged(old: Any, new: Any) -> Any:
+def merged(old: Any, new: Any) -> Any:
+    """Return two values of an option merged: sections name by name, otherwise the new one."""
     if isinstance(old, Mapping) and isinstance(new, Mapping):
-        return {**old, **{k: _merged(old.get(k), v) for k, v in new.items()}}
+        return {**old, **{k: merged(old.get(k), v) for k, v in new.items()}}
     return new
 
 

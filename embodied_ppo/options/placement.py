@@ -346,22 +346,23 @@ def _check_lag(p: Plan) -> None:
             )
 
 
-def check_group_filter(p: Plan, group_filter: str | None, *, stages_only: bool) -> None:
-    """Refuse to refill filtered batches in several parts of a rollout.
+def check_one_rollout(p: Plan, option: str, *, alternative: str, stages_only: bool) -> None:
+    """Refuse an option whose rollout draws by the success of all responses or episodes.
 
     Args:
         p: The plan.
-        group_filter: algorithm.group_filter.
+        option: The option with its value.
+        alternative: The option with a value that several rollouts support.
         stages_only: Whether only stages are refused, because each process fills its own share.
 
     Raises:
         PlacementError: Rollouts have several stages or processes.
     """
     parts = p.stages * (1 if stages_only else p.processes("rollout"))
-    if group_filter is not None and parts > 1:
+    if parts > 1:
         where = "write" if stages_only else "place rollout in one process with"
-        hint = f"write algorithm.group_filter=null, or {where} cluster.stages=1"
-        raise PlacementError(f"{hint}: {group_filter} needs one rollout, and there are {parts}")
+        hint = f"write {alternative}, or {where} cluster.stages=1"
+        raise PlacementError(f"{hint}: {option} needs one rollout, and there are {parts}")
 
 
 def check_numbers(

@@ -68,6 +68,7 @@ Small = Annotated[int, Limit(ge=1, le=1000)]
 Positive = Annotated[float, Limit(gt=0)]
 NonNegative = Annotated[float, Limit(ge=0)]
 Fraction = Annotated[float, Limit(ge=0, le=1)]
+Weight = Annotated[float, Limit(ge=0.001, le=1000)]
 
 
 # ------------------------------------------------------------------------------------- declarations
@@ -977,9 +978,10 @@ class RolloutConfig:
 class DataConfig:
     task: Literal["arithmetic", "scratchpad"] | None = None
     """A generated task, which needs no files; null: prompts come from files."""
-    train: tuple[Text, ...] = option((), read_if=FILES)
+    train: tuple[Text, ...] | dict[str, Weight] = option((), read_if=FILES)
     """Files of training prompts (.jsonl, .json, .parquet), or directories of them, in one of these
-    layouts: {prompt, answer}, GSM8K, verl."""
+    layouts: {prompt, answer}, GSM8K, verl. {FILE: weight} instead of a list: an epoch has each row
+    weight times, a fraction at random."""
     eval: tuple[Text, ...] = option((), read_if=FILES)
     """Files of held-out prompts, as train."""
     prompt_key: Text | None = option(None, read_if=FILES)
@@ -990,8 +992,10 @@ class DataConfig:
     chat_template: Literal["auto", "always", "never"] = option("auto", read_if=FILES)
     """Whether prompts go through the tokenizer's chat template; auto: where the tokenizer has
     one."""
-    shuffle: bool = True
-    """Draw a new order in each epoch; false: the order of the files."""
+    shuffle: bool | Literal["success"] = True
+    """Draw a new order in each epoch; false: the order of the files; success: as true, with weights
+    x 6 E[p (1 - p)] from the second epoch on, where p is the probability of a right response to the
+    prompt (a new estimate in each epoch; earlier responses count half)."""
 
 
 ONE_TERM = equals("reward.terms", {})

@@ -319,12 +319,14 @@ def _initialize_actor(spec: RunSpec, inputs: Inputs, messages: Messages) -> None
 def _clone(config: Config, inputs: Inputs, messages: Messages) -> None:
     """Train the actor on the responses of data.train. Raises ConfigError, TrainingError."""
     c, a = config.cloning, config.algorithm
-    examples, longer = demonstrations(
+    examples, weights = demonstrations(
         inputs.train, inputs.tokenizer, inputs.stops, response_length=a.response_length
     )
+    longer = len(inputs.train) - len(examples)
     more = f"; {longer:,} longer than algorithm.response_length were left out" * (longer > 0)
     messages.progress(f"cloning: {c.steps} steps on {len(examples):,} responses{more}")
-    sampler = Sampler(len(examples), c.batch_size, config.seed, config.data.shuffle)
+    order = c.batch_size, config.seed, bool(config.data.shuffle)
+    sampler = Sampler(len(examples), *order, weights=weights)
     batches = ([examples[i] for i in sampler.next()] for _ in range(c.steps))
     losses = finetune(
         inputs.policy,

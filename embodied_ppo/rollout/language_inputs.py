@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,11 +58,16 @@ def read_prompts(
 
 
 def read_files(
-    config: Config, files: Sequence[str], tokenizer: Any, say: Callable[[str], None], path: str
+    config: Config,
+    files: Sequence[str] | Mapping[str, float],
+    tokenizer: Any,
+    say: Callable[[str], None],
+    path: str,
 ) -> list[Prompt]:
     """Return the prompts of data files up to algorithm.prompt_length.
 
     Args:
+        files: Files, or their weights by name.
         path: Path of the option that names the files.
 
     Raises:
@@ -74,18 +79,24 @@ def read_files(
     needs_answer = r.model.path is None and built_in
     options = {"prompt_length": limit, "needs_answer": needs_answer}
     with _option(path, files):
-        prompts, longer = load_prompts(list(files), tokenizer, config.data, **options)
+        prompts, longer = load_prompts(files, tokenizer, config.data, **options)
     # Longer prompts are left out instead of cut, because a cut prompt is another question.
     more = f"; {longer:,} longer than algorithm.prompt_length={limit} were left out" * (longer > 0)
     # Prompts without an answer are accepted only where the reward does not need one.
     if unanswered := sum(not p.ground_truth for p in prompts):
         more += f"; {unanswered:,} have no answer"
+    if isinstance(files, Mapping):
+        shares = dict.fromkeys((p.data_source for p in prompts), 0.0)
+        total = sum(p.weight for p in prompts)
+        for p in prompts:
+            shares[p.data_source] += p.weight / total
+        more += f"; drawn: {', '.join(f'{name} {x:.1%}' for name, x in shares.items())}"
     say(f"data: {len(prompts):,} prompts of {path}={show(files)}{more}")
     return prompts
 
 
 @contextmanager
-def _option(path: str, files: Sequence[str]) -> Iterator[None]:
+def _option(path: str, files: Sequence[str] | Mapping[str, float]) -> Iterator[None]:
     """Name the option in a ConfigError that is raised within the block."""
     try:
         yield

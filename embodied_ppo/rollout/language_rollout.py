@@ -92,7 +92,7 @@ class ReasoningRollout:
         seed: int,
         group_size: int = 1,
         filter_rounds: int = 0,
-        shuffle: bool = True,
+        shuffle: bool | Literal["success"] = True,
         truncation: Truncation | None = None,
         reward_groups: Sequence[RewardGroup] = (),
         recorded_terms: Sequence[str] | None = None,
@@ -114,7 +114,8 @@ class ReasoningRollout:
             group_size: Responses to each prompt.
             filter_rounds: Rounds in which ``collect`` may draw prompts to fill a batch with groups
                 of right and wrong responses; 0: groups are not filtered. Needs ``world`` = 1.
-            shuffle: Whether to shuffle the prompts in every epoch.
+            shuffle: Whether to shuffle the prompts in every epoch; "success": with weights by the
+                success of their responses, see ``Sampler``. Needs ``world`` = 1.
             truncation: Treatment of truncated responses.
             reward_groups: Groups of the score, each with a reward of its own; empty: none.
             recorded_terms: Terms of the reward in ``Trajectory.grades``; None: it has no grades.
@@ -134,7 +135,13 @@ class ReasoningRollout:
         if filter_rounds:
             assert world == 1
             self.filter = GroupFilter(batch, group_size, filter_rounds)
-        self.sampler = Sampler(len(prompts), batch, seed, shuffle)
+        self.by_success = shuffle == "success"
+        assert not self.by_success or world == 1
+        self.sampler = Sampler(
+            *(len(prompts), batch, seed, bool(shuffle)),
+            weights=[p.weight for p in prompts],
+            by_success=self.by_success,
+        )
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
         self._noticed = set[str]()  # topics of ``_notice_once``
@@ -153,8 +160,8 @@ class ReasoningRollout:
             is the reward of the last token, which ends the episode.
 
         Raises:
-            RunRefused: Groups are filtered, but a grader returns no correctness; or reward groups
-                do not fit its numbers.
+            RunRefused: Groups are filtered or prompts weighted by success, but a grader returns no
+                correctness; or reward groups do not fit its numbers.
             TrainingError: Too many responses could not be graded.
         """
         assert horizon == self.sampling.max_tokens
@@ -178,25 +185,33 @@ class ReasoningRollout:
             graded += grades
             refuse_failures(graded, self.graders.last_failure, "update")
             tokens = int(cast(Any, metrics["rollout/length"]).sum)
-            self.filter.add(trajectory, self._success(rows, grades), tokens)
+            success = self._success(rows, grades, "algorithm.group_filter=null")
+            self.filter.add(trajectory, torch.tensor(success), tokens)
             rounds.append(metrics)
             response_offset += missing * self.group_size
         trajectory, filter_metrics = self.filter.take()
         epoch = {"rollout/epoch": rounds[-1]["rollout/epoch"]}
         return trajectory, add_metrics(rounds) | epoch | filter_metrics
 
-    def _success(self, rows: Sequence[int], grades: Sequence[Grade]) -> Tensor:
-        """Return whether each response is right, bool [N]; a failed response is masked anyway."""
+    def _success(
+        self, rows: Sequence[int], grades: Sequence[Grade], alternative: str
+    ) -> list[bool]:
+        """Return whether each response is right; a failed response is masked anyway.
+
+        Args:
+            rows: Indices of the prompts.
+            grades: Grades of all responses.
+            alternative: Option that does not need it, for the message.
+        """
         for i, grade in enumerate(grades):
             # A rule beside a reward model may have failed.
             if grade.correct is None and not self.graders.failures:
                 source = self.prompts[rows[i // self.group_size]].data_source
                 raise RunRefused(
-                    f"algorithm.group_filter = success: the grader of data source {source!r}"
-                    ' returns no correctness; return {"score": .., "acc": ..}, or write'
-                    " algorithm.group_filter=null"
+                    f'return {{"score": .., "acc": ..}}, or write {alternative}: the grader of data'
+                    f" source {source!r} returns no correctness"
                 )
-        return torch.tensor([bool(grade.correct) for grade in grades])
+        return [bool(grade.correct) for grade in grades]
 
     def _respond(
         self, rows: Sequence[int], response_offset: int, update: int, version: int
@@ -232,6 +247,11 @@ class ReasoningRollout:
             self._notice_once(
                 "failure", f"a response could not be graded: {self.graders.last_failure}"
             )
+        if self.by_success:
+            success = self._success(rows, grades, "data.shuffle=true")
+            counted = [i for i, g in enumerate(grades) if not g.failed and g.correct is not None]
+            drawn = [rows[i // self.group_size] for i in counted]
+            self.sampler.record(drawn, [success[i] for i in counted])
         valid = [g for g in grades if not g.failed]
         if len({g.score for g in valid}) == 1:
             self._notice_once(

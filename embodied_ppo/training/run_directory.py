@@ -91,6 +91,8 @@ def absolute(config: Config) -> Config:
             value = changed(value, inner, function)
         elif isinstance(value, tuple):
             value = tuple(map(function, value))
+        elif isinstance(value, dict):
+            value = {function(path): weight for path, weight in value.items()}
         elif value is not None:
             value = function(value)
         return replace(section, **{name: value})

@@ -475,7 +475,7 @@ def test_env_steps_conflict_with_updates_of_a_file(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [e["name"] for e in experiments(None)])
 def test_shipped_experiment_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    language = ["actor.model.path=x", "data.train=[x]", "data.eval=[x]"]
+    language = ["actor.model.path=x", "data.train={x: 2}", "data.eval=[x]", "run_dir=runs/${seed}"]
     required = language if name == "gsm8k_qwen2_5_0_5b" else []
     text = (shipped() / "experiment" / f"{name}.yaml").read_text()
     for section, option in (("model", "checkpoint"), ("cloning", "dataset")):

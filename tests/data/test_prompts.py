@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.random import sampling_key
 from embodied_ppo.data.prompt_rows import GSM8K_SUFFIX, read_rows
-from embodied_ppo.data.prompts import Prompt, Sampler, load_prompts
+from embodied_ppo.data.prompts import Prompt, Sampler, learnability, load_prompts
 from embodied_ppo.options.schema import DataConfig
 
 TEMPLATE = (
@@ -200,8 +200,9 @@ def test_several_files_and_directories(tmp_path: Path) -> None:
         write(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": "1"}] * 2)
     write(tmp_path / "c.txt", [{"prompt": "c", "answer": "1"}])
     assert [r.prompt for r in read_rows(tmp_path)] == ["a", "a", "b", "b"]
-    rows = read_rows([tmp_path / "c.txt", tmp_path])
+    rows = read_rows({str(tmp_path / "c.txt"): 3.0, str(tmp_path): 0.5})
     assert "".join(str(r.prompt) for r in rows) == "caabb"
+    assert [r.weight for r in rows] == [3, 0.5, 0.5, 0.5, 0.5]
 
 
 def test_unusual_line_ends(tmp_path: Path) -> None:
@@ -342,14 +343,59 @@ def test_epoch_without_shuffling() -> None:
     assert exact.epoch == 1.0
 
 
+def test_weights_are_the_mean_number_of_times_of_a_row_in_an_epoch() -> None:
+    equal, plain = Sampler(4, 3, 5, weights=[1.0] * 4), Sampler(4, 3, 5)
+    assert [equal.next() for _ in range(9)] == [plain.next() for _ in range(9)]
+    assert equal.state() == plain.state()
+    sampler, counts = Sampler(3, 1, 0, weights=[2.0, 1.0, 0.25]), []
+    for epoch in range(400):
+        rows = [sampler.next()[0]]
+        while sampler.epoch < epoch + 1:
+            rows += sampler.next()
+        counts.append([rows.count(i) for i in range(3)])
+    assert {tuple(x) for x in counts} == {(2, 1, 0), (2, 1, 1)}
+    assert sum(x[2] for x in counts) == pytest.approx(100, abs=26)  # 3 standard deviations
+
+
+def test_rows_are_drawn_by_the_variance_of_their_success() -> None:
+    # Beta(1, 1), Beta(5, 5) and Beta(1, 9): 6 a b / ((a + b)(a + b + 1)).
+    expected = [6 / (2 * 3), 6 * 25 / (10 * 11), 6 * 9 / (10 * 11)]
+    wrong, right = torch.tensor([[0, 4, 8], [0, 4, 0]]).double()
+    assert learnability(wrong, right).tolist() == pytest.approx(expected, rel=1e-14)
+    sampler = Sampler(3, 3, 0, weights=[1.0, 2.0, 1.0], by_success=True)
+    sampler.next(4)  # the epoch without results has row 1 twice
+    sampler.record([1] * 8 + [2] * 8, [False] * 4 + [True] * 4 + [False] * 8)
+    counts = torch.zeros(3)
+    for epoch in range(1, 401):
+        rows = sampler.next(1)
+        while sampler.epoch < epoch + 1:
+            rows += sampler.next(1)
+        counts += torch.bincount(torch.tensor(rows), minlength=3)
+    weights = torch.tensor([expected[0], 2 * expected[1], expected[2]])
+    assert (counts / 400 - weights).abs().max() < 0.08
+    # Earlier results count half: 4 + 1 right ones and 2 wrong ones.
+    sampler.record([1, 1, 1], [True, True, True])
+    assert sampler.state()["results"].tolist() == [[0, 2, 8], [0, 5, 0]]
+
+
 @settings(max_examples=50)
-@given(st.integers(1, 12), st.integers(1, 30), st.integers(0, 8), st.integers(0, 5), st.booleans())
-def test_resume(size: int, batch: int, before: int, after: int, shuffle: bool) -> None:
-    uninterrupted, first, second = (Sampler(size, batch, 7, shuffle) for _ in range(3))
+@given(
+    *(st.integers(1, 12), st.integers(1, 30), st.integers(0, 8), st.integers(0, 5), st.booleans()),
+    st.sampled_from(["none", "weights", "success"]),
+)
+def test_resume(
+    size: int, batch: int, before: int, after: int, shuffle: bool, weights: str
+) -> None:
+    options: dict[str, Any] = {} if weights == "none" else {"weights": [0.7 * size] * size}
+    options |= {"by_success": weights == "success"}
+    uninterrupted, first, second = (Sampler(size, batch, 7, shuffle, **options) for _ in range(3))
     for _ in range(before):
-        assert uninterrupted.next() == first.next()
-    state = json.loads(json.dumps(first.state()))
-    assert all(type(v) is int for v in state.values())
+        rows = uninterrupted.next()
+        assert first.next() == rows
+        for sampler in (uninterrupted, first):
+            sampler.record(rows, [i % 2 == 0 for i in rows])
+    state = first.state()
+    assert weights != "none" or all(type(v) is int for v in state.values())
     second.load_state(state)
     assert second.epoch == uninterrupted.epoch
     assert [second.next() for _ in range(after)] == [uninterrupted.next() for _ in range(after)]
@@ -358,3 +404,5 @@ def test_resume(size: int, batch: int, before: int, after: int, shuffle: bool) -
 def test_a_state_of_other_data_is_refused() -> None:
     with pytest.raises(ConfigError, match="size is 9, the state to continue has 10"):
         Sampler(9, 2, 0).load_state(Sampler(10, 2, 0).state())
+    with pytest.raises(ConfigError, match="weighted is 1, the state to continue has 0"):
+        Sampler(9, 2, 0, by_success=True).load_state(Sampler(9, 2, 0).state())

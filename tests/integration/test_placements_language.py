@@ -223,6 +223,7 @@ def test_refused_options_leave_no_files(tmp_path: Path) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("rollout_batch_size", {"placement": "fused", "cluster__devices_per_node": 3}),
         ("reward and critic share device 0", {**shared, "cluster__max_lag": 1}),
+        ("data.shuffle=true", {**TWO_LEARNERS["fused"], "data__shuffle": "success"}),
     ]
     for message, options in cases:
         with pytest.raises((PlacementError, ConfigError), match=message):

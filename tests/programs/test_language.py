@@ -146,6 +146,7 @@ STATEFUL_OPTIONS = [
     "algorithm.entropy_target=0.5",
     "algorithm.lr_schedule=adaptive",
     "algorithm.lr=1e-3",
+    "data.shuffle=success",
 ]
 
 
@@ -155,7 +156,8 @@ def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Cap
     """Train four updates on 8 of 20 prompts: the first epoch ends after resuming."""
     # A reward that differs between responses, so that the weights change.
     Path("even.py").write_text(
-        "def compute_score(solution_str, **_):\n    return sum(c in '02468' for c in solution_str)"
+        "def compute_score(solution_str, **_):\n    even = sum(c in '02468' for c in solution_str)"
+        "\n    return {'score': even, 'acc': even > 1}"
     )
     grader = f"reward.grader={Path('even.py').resolve()}:compute_score"
     options = [*options, "eval_every=2", "save_every=2", grader, "reward.workers=0"]
@@ -166,7 +168,8 @@ def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Cap
         assert_same(a, b)
     metrics = rows(Path("full"))
     assert metrics == rows(Path("halves"))
-    assert [row["rollout/epoch"] for row in metrics[1:]] == [0.4, 0.8, 1.2, 1.6]
+    epochs = [row["rollout/epoch"] for row in metrics[1:]]
+    assert epochs[:2] == [0.4, 0.8] and (epochs == [0.4, 0.8, 1.2, 1.6]) == (len(options) == 4)
     weights = [contents(Path("full"), update)[0] for update in (2, 4)]
     assert any(not torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     if options[0] in STATEFUL_OPTIONS:
@@ -453,12 +456,12 @@ def test_clone_learns_the_responses_of_a_file(capsys: Capture) -> None:
     ]
     data = write_lines("chats.jsonl", chats)
     options: list[object] = ["mode=reasoning", f"actor.model.path={model}", "reward.grader=exact"]
-    options += [f"data.train=[{data}]", f"data.eval=[{data}]", "algorithm.response_length=16"]
+    options += [f"data.train={{{data}: 2}}", f"data.eval=[{data}]", "algorithm.response_length=16"]
     options += ["evaluation.episodes=12", "device=cpu", "algorithm.micro_batch_tokens=1000"]
     steps = ["cloning.steps=40", "cloning.batch_size=4", "cloning.lr=1e-2"]
     summary = run_command(capsys, "clone", *options, *steps, "run_dir=cloned")
     assert summary["final_success"] == 1, log("cloned")
-    assert "cloning: 40 steps on 12 responses" in log("cloned") and "13 passes" in log("cloned")
+    assert "cloning: 40 steps on 12 responses" in log("cloned") and "6.7 passes" in log("cloned")
     sizes = ["algorithm.rollout_batch_size=4", "algorithm.global_batch_size=4", "updates=1"]
     start = ["initial_policy=cloned", "run_dir=ppo"]
     assert run_command(capsys, "train", *options, *sizes, *start)["initial_success"] == 1
@@ -467,9 +470,9 @@ def test_clone_learns_the_responses_of_a_file(capsys: Capture) -> None:
     config = loader.load(Config, yaml.safe_load(Path("cloned/config.yaml").read_text()))
     tokenizer = language_inputs.make_tokenizer(config)
     policy = language_models.make_policy(config, tokenizer, torch.device("cpu"))
-    prompts = language_inputs.read_files(config, [str(data)], tokenizer, print, "data")
-    (example, *_), longer = demonstrations(prompts, tokenizer, [2], response_length=16)
-    assert tokenizer.decode(example[1]) == "It is 4.<|im_end|>" and longer == 0
+    prompts = language_inputs.read_files(config, config.data.train, tokenizer, print, "data")
+    (example, *_), weights = demonstrations(prompts, tokenizer, [2], response_length=16)
+    assert tokenizer.decode(example[1]) == "It is 4.<|im_end|>" and weights == [2] * 12
     assert tokenizer.decode(example[0]).endswith("<|im_start|>assistant\n")
     ids = torch.tensor([[*example[0], *example[1]]])
     labels = ids.masked_fill(torch.arange(ids.shape[1]) < len(example[0]), -100)
@@ -482,7 +485,7 @@ def test_clone_learns_the_responses_of_a_file(capsys: Capture) -> None:
     for change, named in (
         (["cloning.steps=0"], "cloning.steps"),
         (["cloning.steps=5"], "cloning.lr=1e-5"),
-        ([*steps, f"data.train=[{answers}]"], "answer_key"),
+        ([*steps, f"data.train={{{answers}: 1}}"], "answer_key"),
         ([*steps, "algorithm.response_length=2"], "response_length"),
         ([*steps, "cloning.episodes=3"], "cloning.episodes"),
     ):
