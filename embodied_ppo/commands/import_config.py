@@ -1,4 +1,4 @@
-"""`embodied-ppo import-config`: turn PPO options of RLinf, verl, ROLL or TRL into an experiment."""
+"""`embodied-ppo import-config`: turn options of other trainers into an experiment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_COUNTERPART = "no counterpart"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    source = "rlinf, verl, roll or trl; its YAML or overrides"
+    source = "rlinf, verl, roll, trl, openrlhf or slime; its YAML, overrides or flags"
     parser.add_argument("overrides", nargs="*", metavar="FRAMEWORK FILE", help=source)
     out = "experiment to write, a new file (default: stdout)"
     parser.add_argument("--out", metavar="FILE", help=out)

@@ -1,9 +1,9 @@
-"""Convert PPO options of RLinf, verl, ROLL or TRL to ours (``embodied-ppo import-config``).
+"""Convert options of other trainers to ours (``embodied-ppo import-config``).
 
 The table of a framework (see ``table``) has our options for one of theirs, or the reason why there
 are none. An option that is not in the table is reported as unknown. A file is parsed as plain
-YAML, or as dotted command-line overrides; nothing in it is run or imported. docs/migration.md lists
-equal names with different meanings.
+YAML, or as dotted overrides or flags of a command; nothing in it is run or imported.
+docs/migration.md lists equal names with different meanings.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from embodied_ppo.options.removed import REMOVED
 from embodied_ppo.options.rules.select import REQUIRED_OPTIONS
 from embodied_ppo.options.schema import Config
 from embodied_ppo.tools.import_config import defaults, overrides
+from embodied_ppo.tools.import_config.openrlhf import OPENRLHF
 from embodied_ppo.tools.import_config.rlinf import RLINF
 from embodied_ppo.tools.import_config.roll import ROLL
+from embodied_ppo.tools.import_config.slime import SLIME
 from embodied_ppo.tools.import_config.table import Answer, Framework, Reason, Source
 from embodied_ppo.tools.import_config.trl import TRL
 from embodied_ppo.tools.import_config.verl import VERL
@@ -89,6 +91,7 @@ class Migration:
 
 
 FRAMEWORKS: dict[str, Framework] = {"rlinf": RLINF, "verl": VERL, "roll": ROLL, "trl": TRL}
+FRAMEWORKS |= {"openrlhf": OPENRLHF, "slime": SLIME}
 
 
 # ------------------------------------------------------------------------------------------ reading
@@ -120,14 +123,15 @@ def read(file: str, peer: str) -> Source:
 
 
 def _content(text: str) -> Any:
-    """Parse a YAML document or dotted overrides. Raises YAMLError if the text is neither."""
+    """Parse a YAML document, overrides or flags. Raises YAMLError if the text is neither."""
+    options = overrides.parse(text) or overrides.parse_flags(text)
     try:
         content = loader.plain_yaml(text, aliases=True)
     except yaml.YAMLError:
-        if options := overrides.parse(text):
+        if options:
             return options
         raise
-    return content if isinstance(content, Mapping) else overrides.parse(text) or content
+    return content if isinstance(content, Mapping) else options or content
 
 
 def _flat(node: Any, path: str, mappings: frozenset[str]) -> Iterator[tuple[str, Any]]:
@@ -223,7 +227,8 @@ def convert(peer: str, file: str) -> Migration:
     Raises:
         ConfigError: The file is unusable, or of another framework.
     """
-    source, framework = _unwrapped(read(file, peer)), FRAMEWORKS[peer]
+    framework = FRAMEWORKS[peer]
+    source = framework.current(_unwrapped(read(file, peer)))
     _recognise(source, peer, file)
     if framework.variant is not None:
         framework = framework.variant(source, file)
@@ -338,6 +343,7 @@ def _composed(migration: Migration, file: str) -> loader.Loaded[Config]:
     mode_file = config_folders.shipped() / "mode" / f"{migration.mode}.yaml"
     base = yaml.safe_load(mode_file.read_text(encoding="utf-8"))
     placeholders = {"data.train": ["-"], "data.eval": ["-"], "updates": 1}
+    placeholders["algorithm.response_length"] = 1
     options = {path: placeholders.get(path, "-") for path in migration.to_write}
     options |= migration.options
     return loader.read(Config, [("configs/mode", base), (file, options)])

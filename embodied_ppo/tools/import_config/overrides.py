@@ -1,4 +1,6 @@
-"""Parse dotted command-line overrides (Hydra's ``a.b=value``) in a text or shell script."""
+"""Parse dotted overrides (Hydra's ``a.b=value``) or flags (``--name value``) in a text or shell
+script.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,13 @@ CONTINUED = re.compile(r"\\[ \t]*\r?\n")
 OPTION = re.compile(r"(?:\+{0,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL)
 DELETED = re.compile(r"~([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=.*)?", re.DOTALL)
 VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+ARRAY = re.compile(r"(?m)^[ \t]*(\w+)=\(([^()]*)\)")
+ARRAY_USE = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
+PROGRAM = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed|accelerate)")
+END_OF_COMMAND = ("|", "&", "&&", ";", ">", "2>&1", "--")
 CONFIG = re.compile(r"--(config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
-REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*)|[(\d@*#?])|`")
+REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::-([^{}]*))?\}|([A-Za-z_]\w*)|[(\d@*#?])|`")
 """A shell variable, or an expression that only a shell can evaluate."""
 
 
@@ -53,12 +60,52 @@ def parse(text: str) -> dict[str, Any]:
     return options if any("." in path and not path.startswith("hydra.") for path in options) else {}
 
 
+def parse_flags(text: str) -> dict[str, Any]:
+    """Return the flags of the Python command of a text that has the most of them, name -> value.
+
+    A flag without a value is true, one with several is a list. Arrays of the shell are expanded
+    where the command uses them; arrays that the text does not define are dropped. Quotes, variables
+    and comments are those of ``parse``. A text without such a command consists of flags.
+
+    Returns:
+        The options; empty if the text has no flag.
+    """
+    script = CONTINUED.sub(" ", COMMENT.sub("", text))
+    arrays = {match[1]: " ".join(match[2].split("\n")) for match in ARRAY.finditer(script)}
+    script = ARRAY_USE.sub(lambda match: arrays.get(match[1], ""), ARRAY.sub("", script))
+    lexer = shlex.shlex(script.replace("\n", " \n "), posix=True)  # a line's end is a token
+    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+    variables: dict[str, str] = {}
+    tokens: list[str] = []
+    try:
+        for token in (_expanded(token, variables) for token in lexer):
+            tokens.append(token)
+            if match := VARIABLE.fullmatch(token):
+                variables[match[1]] = match[2]
+    except ValueError:  # a quote without its end
+        return {}
+    starts = [i for i, token in enumerate(tokens) if PROGRAM.fullmatch(token)]
+    ends = [tokens.index("\n", i) if "\n" in tokens[i:] else len(tokens) for i in starts]
+    commands = [tokens[i:end] for i, end in zip(starts, ends, strict=True)]
+    options: dict[str, list[Any]] = {}
+    values: list[Any] = []
+    commands = commands or [[token for token in tokens if token != "\n"]]
+    for token in max(commands, key=lambda command: sum(map(bool, map(FLAG.fullmatch, command)))):
+        if match := FLAG.fullmatch(token):
+            options[match[1]] = values = [] if match[2] is None else [_value(match[2])]
+        elif token in END_OF_COMMAND:
+            values = []
+        else:
+            values.append(_value(token))
+    return {name: x[0] if len(x) == 1 else x or True for name, x in options.items()}
+
+
 def _expanded(text: str, variables: dict[str, str]) -> str:
     """Return the text with the values of the known shell variables."""
 
     def value(match: re.Match[str]) -> str:
-        name = match[1] or match[2] or "shell"
-        return variables.get(name, f"${{{name}}}")
+        name = match[1] or match[3] or "shell"
+        return variables.get(name, match[2] or f"${{{name}}}")
 
     return REFERENCE.sub(value, text)
 

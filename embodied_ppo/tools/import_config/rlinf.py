@@ -436,7 +436,7 @@ RLINF = load(
         **rules.SHARED,
         **globals(),
         "clip_ratio": rules.clip_ratio("algorithm"),
-        "adam_betas": rules.adam_betas("actor.optim."),
+        "adam_betas": rules.adam_betas("actor.optim.adam_beta"),
         "warmup_steps": rules.warmup_steps(),
         "warmup_fraction": rules.warmup_fraction(updates),
         "task_type": lambda value, source: mode_of(source),

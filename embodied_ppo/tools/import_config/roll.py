@@ -260,7 +260,7 @@ ROLL = load(
     {
         **rules.SHARED,
         **globals(),
-        "adam_betas": rules.adam_betas("actor_train.training_args."),
+        "adam_betas": rules.adam_betas("actor_train.training_args.adam_beta"),
         "kl_loss": lambda value, source: {
             "algorithm.use_kl_loss": value,
             "algorithm.kl_loss_type": "k3",

@@ -20,7 +20,7 @@ def engine(value: Any, source: Source) -> Answer:
     )
 
 
-def evaluation_temperature(value: Any, source: Source) -> Answer:
+def evaluation_temperature(value: Any, source: Source) -> dict[str, Any]:
     """Map the temperature of an evaluation; 0 and below is greedy."""
     if not value or value < 0:
         return {"evaluation.deterministic": True}
@@ -38,11 +38,18 @@ SHARED: dict[str, Rule] = {
 }
 
 
-def adam_betas(section: str = "") -> Rule:
-    """Map the two decays of AdamW in ``section``, of which one may be unset."""
+def whole_prompts(responses: int, group: int) -> Any:
+    """Return the prompts of a number of responses, ``group`` to each."""
+    if not group or responses % group:
+        return Reason(f"write {{to}}, in prompts: {responses} is no multiple of {group}")
+    return responses // group
+
+
+def adam_betas(prefix: str = "adam_beta") -> Rule:
+    """Map the two decays of AdamW, PREFIX1 and PREFIX2, of which one may be unset."""
 
     def rule(value: Any, source: Source) -> Answer:
-        betas = (source.get(f"{section}adam_beta{i}") for i in (1, 2))
+        betas = (source.get(f"{prefix}{i}") for i in (1, 2))
         pairs = zip(betas, AlgorithmConfig.adam_betas, strict=True)
         return {"algorithm.adam_betas": [own if x is None else x for x, own in pairs]}
 

@@ -95,6 +95,7 @@ class Framework:
             for one that cannot be imported.
         to_write: Returns our options that this file cannot set -> what to write.
         one_row: Whether a difference replaces the reason why its option has no counterpart.
+        renamed: Names of earlier versions -> names in the table, separated by blanks.
     """
 
     name: str
@@ -108,6 +109,16 @@ class Framework:
     variant: Callable[[Source, str], Framework] | None = None
     to_write: Callable[[Source], Mapping[str, str]] = lambda source: {}
     one_row: bool = False
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def current(self, source: Source) -> Source:
+        """Return the options with the names of the table."""
+
+        def names(path: str) -> list[str]:
+            return self.renamed.get(path, path).split()
+
+        values = {name: value for path, value in source.values.items() for name in names(path)}
+        return Source(values, frozenset(x for path in source.unresolved for x in names(path)))
 
     def entry(self, path: str) -> Entry | None:
         """Return the entry of the longest matching path, None if no path matches."""
@@ -197,6 +208,7 @@ def load(name: str, rules: Mapping[str, Rule], **functions: Any) -> Framework:
         content.get("defaults", {}),
         content.get("constants", {}),
         frozenset(content.get("mappings", ())),
+        renamed=content.get("renamed", {}),
         **functions,
     )
 

@@ -177,6 +177,54 @@ def test_command_line_overrides_import_like_a_file(ending: str, capsys: pytest.C
     assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["clip_ratio_low"] == 0.3
 
 
+FLAGS = r"""
+MODEL=${MODEL:-/models/base} # a default
+source models/other.sh
+ROLLOUT_ARGS=(
+   --prompt-data "${MODEL}/train.jsonl" \
+   # --rollout-batch-size 7
+   --rollout-batch-size 64 --n-samples-per-prompt 8
+   --global-batch-size 256
+   --advantage-estimator ppo
+)
+EVAL_ARGS=(--eval-prompt-data aime /data/a.jsonl math /data/b.jsonl)
+UNUSED_ARGS=(--lr 1)
+ENV="{
+  \"env_vars\": {\"A\": \"1\"}
+}"
+ray start --head --num-gpus ${NUM_GPUS} --disable-usage-stats
+ray job submit --runtime-env-json="${ENV}" -- python3 train.py \
+   --actor-num-gpus-per-node ${NUM_GPUS} \
+   --colocate \
+   ${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]} "${EVAL_ARGS[@]}" --hf-checkpoint=$MODEL --lr 5e-7 \
+   --eps-clip-high 0.3 --use-kl-loss 2>&1 | tee log.txt
+"""
+
+
+def test_flags_of_a_launch_script(capsys: pytest.CaptureFixture[str]):
+    Path("run.sh").write_text(FLAGS)
+    migration = migrate.convert("slime", "run.sh")
+    expected = {
+        "data.train": ["/models/base/train.jsonl"],
+        "data.eval": ["/data/a.jsonl", "/data/b.jsonl"],
+        "algorithm.rollout_batch_size": 64,
+        "algorithm.global_batch_size": 32,
+        "algorithm.adv_type": "gae",
+        "algorithm.lr": 5e-7,
+        "critic.lr": 5e-7,
+        "algorithm.clip_ratio_high": 0.3,
+        "algorithm.use_kl_loss": True,
+        "actor.model.path": "/models/base",
+        "data.chat_template": "never",  # their default
+    }
+    assert {path: migration.options.get(path, "absent") for path in expected} == expected
+    assert not migration.unknown and not migration.refused
+    reasons = reasons_of(migration)
+    assert "colocate" in reasons and "head" not in reasons and "tee" not in str(reasons)
+    assert main.main(["import-config", "verl", "run.sh"]) == 2
+    assert "write import-config slime" in capsys.readouterr().err
+
+
 def test_conflicting_options_are_reported():
     actor = "actor_rollout_ref.actor."
     losses = {f"{actor}use_kl_loss": True, f"{actor}kl_loss_type": "kl"}
@@ -306,7 +354,7 @@ REFUSALS = [
     ("trl verl.yaml", "write import-config verl: .. looks like verl's"),
     (
         "vrl verl.yaml",
-        "vrl: no such framework; did you mean verl? there are: rlinf, verl, roll, trl",
+        "vrl: no such framework; did you mean verl? there are: rlinf, verl, roll, trl,",
     ),
     ("trl generic.yaml", "write _target_: trl.PPOConfig or trl.GRPOConfig into generic.yaml"),
     ("trl dpo.yaml", "name a file of PPOConfig or GRPOConfig: .. label_smoothing, of DPOConfig"),

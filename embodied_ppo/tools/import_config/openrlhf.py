@@ -1,0 +1,142 @@
+"""OpenRLHF: rules for options whose values depend on other options; the table is openrlhf.yaml."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from embodied_ppo.tools.import_config import rules
+from embodied_ppo.tools.import_config.table import REASONS, Answer, Framework, Reason, Source, load
+
+IS = "algo.advantage.is_correction"
+ESTIMATORS = {
+    "gae": "gae",
+    "reinforce": "reinforce_plus_plus",
+    "reinforce_baseline": "reinforce_plus_plus_baseline",
+    "group_norm": "grpo",
+    "dr_grpo": "dr_grpo",
+    "rloo": "rloo",
+}
+WHITENED = ("gae", "reinforce", "reinforce_baseline")
+"""Estimators whose advantages are standardised over the batch."""
+
+
+def estimator(value: Any, source: Source) -> Answer:
+    return {
+        "algorithm.adv_type": ESTIMATORS[value],
+        "algorithm.normalize_advantages": value in WHITENED,
+    }
+
+
+def prompts(value: Any, source: Source) -> Any:
+    """Map the responses of an optimiser step to prompts."""
+    return rules.whole_prompts(value, source.get("rollout.n_samples_per_prompt", 1))
+
+
+def token_limit(value: Any, source: Source) -> Any:
+    return source.get("train.max_tokens_per_gpu", 16192)
+
+
+def max_length(value: Any, source: Source) -> Answer:
+    """Map the tokens of prompt and response together."""
+    response = source.get("rollout.max_new_tokens")
+    if response is None or response >= value:
+        return Reason(
+            "prompt and response together; write algorithm.prompt_length and response_length"
+        )
+    return {"algorithm.prompt_length": value - response}
+
+
+def clip_range(value: Any, source: Source) -> Answer:
+    low, high = value
+    return {"algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": high}
+
+
+def loss_type(value: Any, source: Source) -> Answer:
+    """Map the kind of the policy loss; without gspo it is the mean over tokens, as here."""
+    if value == "ppo":
+        return Reason("PPO's clipped surrogate, as here")
+    mean = "seq-mean-token-mean"
+    return {"algorithm.ratio_level": "sequence", "algorithm.loss_agg_func": mean}
+
+
+def kl(value: Any, source: Source) -> Answer:
+    """Map the KL term, which is in the loss or in the reward, whichever of its options is given."""
+    coefficient = source.get("algo.kl.init_coef", 0.01)
+    estimator, used = source.get("algo.kl.estimator", "k1"), coefficient > 0
+    if source.get("algo.kl.use_loss"):
+        options = {"algorithm.kl_loss_coef": coefficient, "algorithm.kl_loss_type": estimator}
+        return {"algorithm.use_kl_loss": used} | (options if used else {})
+    options = {"algorithm.kl_ctrl.kl_coef": coefficient, "algorithm.kl_penalty": estimator}
+    return {"algorithm.use_kl_in_reward": used} | (options if used else {})
+
+
+def kl_target(value: Any, source: Source) -> Answer:
+    if value is None:
+        return Reason("null: a fixed coefficient, as here")
+    return {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": value}
+
+
+def correction(value: Any, source: Source) -> Answer:
+    """Map the weights for the probabilities of vLLM, whichever of their options is given."""
+    if source.get(f"{IS}_type", "tis") != "tis":
+        return REASONS["REJECTION"]
+    cap = source.get(f"{IS}_threshold", [0.5, 5.0])[1]
+    return {"algorithm.off_policy_correction": "token", "algorithm.off_policy_cap": cap}
+
+
+def group_filter(value: Any, source: Source) -> Answer:
+    """Map the filter of groups by their mean score, which lies strictly within the range."""
+    if list(source.get("algo.dynamic_filtering_range", [0, 1])) != [0, 1]:
+        return Reason("keeps other groups than those with right and wrong responses")
+    return {"algorithm.group_filter": "success"}
+
+
+def reward_clip(value: Any, source: Source) -> Answer:
+    low, high = value
+    if source.get("algo.advantage.estimator", "gae") not in ("gae", "reinforce"):
+        return Reason("clips the score after the mean of the group is subtracted; none here")
+    if -low != high:
+        return Reason("algorithm.reward_clip is one bound for both directions")
+    return {"algorithm.reward_clip": high}
+
+
+def files(value: Any, source: Source) -> Any:
+    """Map names of data sets, of which those of the hub must be downloaded."""
+    names = str(value).split(",")
+    suffixes = (".json", ".jsonl", ".parquet")
+    if not all(name.startswith(("/", ".", "~")) or name.endswith(suffixes) for name in names):
+        return Reason("a data set of the hub; download it, and write {to}=[FILE.parquet]")
+    return names
+
+
+def vllm_engines(value: Any, source: Source) -> str:
+    return "vllm" if value else "builtin"
+
+
+def differences_of(source: Source) -> dict[str, str]:
+    """Return the differences that no option of ours removes."""
+    differences: dict[str, str] = {}
+    if (ratio := source.get("actor.lr_warmup_ratio", 0.03)) > 0:
+        differences["actor.lr_warmup_ratio"] = (
+            f"a fraction of all updates; write algorithm.lr_warmup = {ratio:g} x updates"
+        )
+    if source.get("reward.model_name_or_path") and not source.get("critic.model_name_or_path"):
+        differences["reward.model_name_or_path"] = (
+            "their critic starts from the reward model, ours from the actor"
+        )
+    if source.get(f"{IS}_enable") and source.get(f"{IS}_type", "tis") == "tis":
+        differences[f"{IS}_enable"] = "their weights have a lower bound, too"
+    return differences
+
+
+def to_write(source: Source) -> dict[str, str]:
+    return {"algorithm.response_length": "tokens; theirs is data.max_len minus the prompt"}
+
+
+OPENRLHF: Framework = load(
+    "openrlhf",
+    {**rules.SHARED, **globals(), "warmup_fraction": rules.warmup_fraction(lambda source: None)},
+    differences=differences_of,
+    to_write=to_write,
+    one_row=True,
+)
