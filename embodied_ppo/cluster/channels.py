@@ -28,19 +28,13 @@ Value = Tensor | dict[str, Any] | None
 ALIGN = 16
 """Alignment of each tensor in the payload, bytes."""
 HELLO = struct.Struct("<32s96s")
-"""Greeting of a caller: SHA-256 of the secret, and the caller's name.
-
-Nothing else is parsed before it is verified.
-"""
+"""Greeting: SHA-256 of the secret, caller's name; nothing is parsed before it is verified."""
 PREFIX = struct.Struct("<QQ")
 """Size of the JSON header and size of the tensor payload, bytes."""
 GREETING_S = 5.0
 """Time limit of waiting for a caller's greeting, seconds."""
 BUFFER = 4 << 20
-"""Socket buffer, bytes.
-
-An action always fits, so that both ends may send at once without a deadlock.
-"""
+"""Socket buffer, bytes. An action always fits, so that both ends may send at once."""
 SIOCGIFADDR = 0x8915
 """Linux ioctl: the IPv4 address of a network interface."""
 

@@ -11,10 +11,7 @@ from torch import Tensor
 from embodied_ppo.options.placement import ALL, OFFLOADED, PHASES, WEIGHTS, Group, Plan
 
 OFFLOADED_DEVICES = {"cuda"}
-"""Kinds of devices that are offloaded from.
-
-On CPU, offloading is a no-op: device and host memory are the same.
-"""
+"""Devices that are offloaded from; on CPU, device and host memory are the same."""
 
 
 class Residency:
@@ -56,10 +53,7 @@ class TensorOffloader:
     """
 
     tensors: Callable[[int], Iterable[Tensor]]
-    """WEIGHTS or ALL -> tensors of that level.
-
-    Called at each move, because optimisers allocate their state at the first step.
-    """
+    """WEIGHTS or ALL -> tensors; called at each move, as optimisers allocate at the first step."""
     offloaded: dict[int, list[tuple[torch.UntypedStorage, Tensor]]] = field(default_factory=dict)
     """Level -> emptied storages, each with its bytes on the host."""
     host_buffers: dict[tuple[int, int], Tensor] = field(default_factory=dict)

@@ -58,10 +58,7 @@ T_co = TypeVar("T_co", covariant=True)
 BuildWorker: TypeAlias = Callable[
     [WorkerSpec, Exchange | None, Callable[[str], None]], tuple[Worker, Mapping[str, Any]]
 ]
-"""(spec, exchange for requests of other processes, log) -> worker, and facts for the run's summary.
-
-It is pickled.
-"""
+"""(spec, exchange of requests, log) -> worker, and facts for the summary. It is pickled."""
 StoreRef: TypeAlias = Any
 """Reference to an object in Ray's store. As an argument of a call it is replaced by the object."""
 Address: TypeAlias = tuple[str, int]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 PROBLEM_FOUND = 1
-"""``doctor`` found a problem with something that the default recipes need; ``verify`` found a
-difference."""
+"""``doctor`` found a problem of the default recipes, or ``verify`` found a difference."""
 REFUSED = 2
 """The input was refused; nothing was started, except that ``RunRefused`` ends a run."""
 FAILED = 3

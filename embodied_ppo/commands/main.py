@@ -65,9 +65,7 @@ COMMANDS = {
     "import-policy": "sb3 model.zip normalizer=vec_normalize.pkl experiment=halfcheetah",
     "new-task": "my_robot --mjcf robot.xml",
 }
-"""Name of each command -> arguments of an example. Its module has the name with underscores; the
-first line of the module says what the command does.
-"""
+"""Command -> arguments of an example. The first line of its module says what it does."""
 REMOVED = {
     "search": "write python scripts/examples/search_options.py, which uses Optuna",
     "tune": "write train --multirun --jobs 1 placement=local,fused (docs/placement.md)",

@@ -145,10 +145,7 @@ def _all_modules(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]
 
 
 OPTIONS = {"cpp.use_decompose_tanh": True}
-"""Options of torch's compiler.
-
-tanh x = 2 / (1 + exp(-2x)) - 1 is four times faster than the default, and within 2e-7 of it.
-"""
+"""tanh x = 2 / (1 + exp(-2x)) - 1 is four times faster than the default, and within 2e-7 of it."""
 
 
 _AOTI: Any = vars(torch._C)["_aoti"]

@@ -77,9 +77,7 @@ def record_graph(
 
 
 FUSED_BYTES = 1 << 28
-"""Largest state of a program whose kernels are fused. Larger networks spend their time in matrix
-products, and would take long to compile.
-"""
+"""Largest state of a fused program; larger networks spend their time in matrix products."""
 
 
 def _is_fused(example: Example) -> bool:

@@ -19,10 +19,7 @@ from embodied_envs.base.errors import ConfigError
 EGL_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
 """Environment variable with the index of the device that MuJoCo's EGL renderer uses."""
 DERIVED_VARIABLE = "EMBODIED_PPO_EGL_DEVICE_ID"
-"""Environment variable with the value that this package has written to ``EGL_VARIABLE``.
-
-Processes inherit both. If they are equal, the value is not the user's, and the process replaces it.
-"""
+"""Value that this package wrote to ``EGL_VARIABLE``; while both are equal, processes replace it."""
 
 
 def activate(device: torch.device) -> torch.device:

@@ -24,9 +24,7 @@ from embodied_envs.types import ActionSpec, ArraySpec, Box, Composite, Obs, ObsS
 from embodied_ppo.core.finite import zero_rows
 
 PREVIOUS_ACTIONS = "previous_actions"
-"""Name of the observation that holds the actions, float32 [N, K - 1, A]; a choice among n is a
-vector of n numbers with a 1.
-"""
+"""Observation with the actions, float32 [N, K - 1, A]; a choice among n is one-hot."""
 IN_EPISODE = "in_episode"
 """Name of the entry of a history that marks its steps since the start of the episode with 1."""
 

@@ -17,9 +17,7 @@ from embodied_envs.types import Obs
 MEMORY = "/memory"
 """Name of the observation that is the state before it, float32 [N, S]."""
 START = "/start"
-"""Name of the observation that marks the first step of an episode, bool [N]. The policy replaces
-the state by zeros there.
-"""
+"""Observation that marks first steps of episodes, bool [N]: the policy sets the state to zeros."""
 
 
 def memory_size(policy: Any) -> int:

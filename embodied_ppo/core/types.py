@@ -240,9 +240,7 @@ class Batch(ValueBatch):
 
 
 MEAN_SHIFT = "mean_shift"
-"""Name in ``Batch.replay`` of what ``evaluate`` adds to the means for the log-probability, shaped
-as ``action`` (``algorithm.rpo_alpha``).
-"""
+"""Entry of ``Batch.replay``, shaped as ``action``, that ``evaluate`` adds to means (rpo_alpha)."""
 
 
 # ------------------------------------------------------------------------------------------ metrics

@@ -33,9 +33,7 @@ SAFE = "Complete files are kept: record again into the same folder to continue"
 INDICES = ("frame_index", "episode_index", "index", "task_index")
 
 Stats: TypeAlias = "dict[str, np.ndarray]"
-"""min, max, mean, std and count of one feature as in LeRobot: float64 [D], for images [3, 1, 1];
-count [1].
-"""
+"""LeRobot's min, max, mean, std of a feature: float64 [D], of images [3, 1, 1]; count [1]."""
 
 
 class _Episode(NamedTuple):

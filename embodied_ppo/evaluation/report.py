@@ -42,10 +42,7 @@ SAMPLE_SHOWN = 600
 """Characters of a sample's text on the page; report.json has the complete text."""
 
 Unit: TypeAlias = Literal["env_steps", "tokens"]
-"""Unit of training steps: env_steps for a robot policy, tokens for a language model.
-
-The episodes of a language model are responses to prompts.
-"""
+"""env_steps for a robot policy, tokens for a language model, whose episodes are responses."""
 
 CURVES: tuple[tuple[str, ...], ...] = (
     ("rollout/return", "eval/return"),

@@ -39,10 +39,7 @@ HELD_OUT = 0.05
 FUTURE = (0.25, 0.5, 0.75, 1.0)
 """Times of the states that every frame predicts, as fractions of the demonstration."""
 MASKED_WORDS = 0.2
-"""Share of the words that are masked while a small model trains the auxiliary loss.
-
-Words unseen in training are masked at test time, so the model must rely on the other words.
-"""
+"""Share of words masked in the auxiliary loss, as words unseen in training are at test time."""
 AUXILIARY_PHASE = "auxiliary loss"
 """Name of the phase that minimises the auxiliary loss alone, in the log and in progress bars."""
 MAX_SCALED_ACTION = 10.0

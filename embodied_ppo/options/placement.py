@@ -20,10 +20,7 @@ ROLES: dict[str, tuple[str, ...]] = {
     "embodied": ("env", "rollout", "actor"),
     "reasoning": ("rollout", "actor", "critic", "reference", "reward"),
 }
-"""Mode -> its roles.
-
-In embodied mode the critic is a head of the actor, and the actor holds the reference.
-"""
+"""Mode -> roles. In embodied mode the actor holds the critic, a head, and the reference."""
 
 PRESETS: dict[str, dict[str, str]] = {
     "fused": {"env,rollout,actor,critic,reference,reward": "all"},
@@ -32,10 +29,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "hybrid": {"env": "first half", "rollout,actor": "second half"},
     "pipelined": {"env": "first half", "rollout": "second half", "actor": "all"},
 }
-"""Component placement that ``placement=NAME`` stands for.
-
-Roles that a run does not have are left out. ``local`` runs in this process, without Ray.
-"""
+"""placement=NAME -> its component placement, without roles that a run lacks. local: without Ray."""
 
 PATH = "cluster.component_placement"
 MAX_PROCESSES_PER_DEVICE = 1024
@@ -47,9 +41,7 @@ REQUESTS: dict[str, tuple[str, ...]] = {
     "rollout": ("env", "reward"),
     "actor": ("critic", "reference"),
 }
-"""Role -> the roles that it sends requests to: a call within a process, a message between
-processes.
-"""
+"""Role -> roles that it sends requests to: calls within a process, messages between processes."""
 
 OFFLOADED, WEIGHTS, ALL = 0, 1, 2
 """What a process has on its device: nothing; the weights; also optimiser state and gradients."""

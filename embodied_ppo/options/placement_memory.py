@@ -13,10 +13,7 @@ Need = Mapping[str, int]
 CUDA_CONTEXT = 500_000_000
 """Memory of the CUDA context of one process, bytes (estimated, not measured)."""
 USABLE_MEMORY = 0.92
-"""Fraction of a device's memory to plan with.
-
-The driver, the allocator and other programs use the remainder.
-"""
+"""Share of a device's memory to plan with; driver, allocator and other programs use the rest."""
 
 
 @dataclass(frozen=True)

@@ -239,8 +239,7 @@ class EnvConfig:
     null: all, or those of model.actor_obs and model.critic_obs. Null is refused where a name marks
     a privileged observation (privileged_state, critic)."""
     action_chunk: Small = 1
-    """Number of primitive steps that one decision plans (C). The end of an episode cuts a chunk
-    short. horizon counts decisions."""
+    """Primitive steps of a decision (C), cut short by the episode. horizon counts decisions."""
     cameras: tuple[Text, ...] = ()
     """Names of the model's cameras whose images the policy reads (tasks of this package).
     Observations then consist of state and images."""
@@ -266,8 +265,7 @@ class EnvConfig:
     with terms, docs/tasks.md). The reward is the sum of weight · term; 0 removes a term."""
     realism: RealismConfig = section(RealismConfig)
     restart_each_rollout: bool = False
-    """Begin every rollout with new episodes and use only the first episode of each environment, as
-    group advantages need it."""
+    """Begin every rollout with new episodes, and use only the first ones (for group advantages)."""
     restart_every: Natural = 16384
     """Number of steps of each environment after which all episodes are restarted; 0: never. It
     bounds checkpoints and the work of resuming: a simulator that cannot save its state is resumed
@@ -388,11 +386,9 @@ class ModelConfig:
     through its own normaliser. With shared_backbone=true the list contains that of actor_obs: a
     second trunk then reads the features of the actor's trunk and the other observations."""
     normalize_obs: bool = True
-    """Normalise vector observations by their running mean and standard deviation. Images are
-    divided by 255 in any case."""
+    """Normalise vector observations by running mean and deviation. Images are divided by 255."""
     obs_clip: Positive | None = option(10.0, read_if=equals("model.normalize_obs", True))
-    """Bound to which normalised vector observations are clamped, in both directions; null: no
-    clamping."""
+    """Bound of normalised vector observations, in both directions; null: no clamping."""
     obs_eps: Positive | tuple[NonNegative, ...] = option(
         1e-8, read_if=equals("model.normalize_obs", True)
     )
@@ -431,8 +427,7 @@ class ModelConfig:
     regression head gaussian), pi0, pi0.5 or SmolVLA (policy=flow); null: a small new model. Needs
     the extra [vla]."""
     unnorm_key: Text | None = option(None, read_if=PRETRAINED_VLA)
-    """Name of the data set whose action statistics an OpenVLA checkpoint uses; null: the only ones
-    that it contains."""
+    """Data set whose action statistics an OpenVLA checkpoint uses; null: the only ones in it."""
     delta_actions: tuple[Natural, ...] | None = option(None, read_if=PRETRAINED_FLOW)
     """Dimensions of an action, from 0, that the checkpoint predicts relative to the number of the
     state with the same index (openpi's DeltaActions; the gripper is usually absolute). []: none;
@@ -442,8 +437,7 @@ class ModelConfig:
     actions, prompt and cameras, which the directory does not record. null: the one that the horizon
     and the folder of the statistics identify."""
     discrete_state_input: bool | None = option(None, read_if=PRETRAINED_FLOW)
-    """Whether the prompt of pi0.5 contains the state; null: as config_name, or the directory
-    (lerobot's: true)."""
+    """Whether pi0.5's prompt contains the state; null: as config_name or the directory."""
     center_crop: bool = option(
         False, read_if=equals("model.policy", "token", "gaussian") & is_set("model.checkpoint")
     )
@@ -460,11 +454,9 @@ class ModelConfig:
     lora_alpha: Positive = option(32.0, read_if=positive("model.lora_rank"))
     """Scale of the adapters: they are multiplied by lora_alpha / lora_rank."""
     dtype: Literal["float32", "bfloat16"] = option("float32", read_if=PRETRAINED_VLA)
-    """Type in which a checkpoint's model computes. Trained weights are kept in float32 in any
-    case."""
+    """Type in which a checkpoint's model computes; trained weights are float32 in any case."""
     gradient_checkpointing: bool = option(False, read_if=PRETRAINED_VLA)
-    """Recompute the activations of a checkpoint's model in the backward pass instead of storing
-    them: less memory, more time."""
+    """Recompute a checkpoint's activations in the backward pass: less memory, more time."""
     detach_value: bool | None = option(
         None,
         read_if=ReadIf(
@@ -501,13 +493,11 @@ ENTROPY = ReadIf(
 @dataclass(frozen=True)
 class KLControlConfig:
     type: Literal["fixed", "adaptive"] = option("fixed", read_if=KL_IN_REWARD)
-    """Controller of the KL coefficient: fixed keeps kl_coef, adaptive changes it so that the KL
-    approaches target_kl."""
+    """Coefficient of the KL. fixed: kl_coef; adaptive: so that the KL approaches target_kl."""
     kl_coef: NonNegative = option(0.001, read_if=KL_IN_REWARD)
     """Initial coefficient (beta) of the KL penalty in the reward."""
     horizon: Positive = option(10000.0, read_if=ADAPTIVE_KL)
-    """Number of sequences over which the adaptive coefficient can change by at most a factor of
-    e^0.2."""
+    """Sequences over which the adaptive coefficient changes by at most a factor of e^0.2."""
     target_kl: Positive = option(0.1, read_if=ADAPTIVE_KL)
     """Target of the adaptive controller, KL in nats per token."""
 
@@ -517,8 +507,7 @@ class RewardGroupConfig:
     """Entry of ``algorithm.reward_groups``; the user chooses its name."""
 
     terms: tuple[Text, ...] | Literal["rest"] = "rest"
-    """Reward terms, named as the curves ``env/NAME``; rest: the reward minus all terms of the
-    others."""
+    """Reward terms, named as the curves ``env/NAME``; rest: the reward minus all other terms."""
     gamma: Fraction | None = None
     """null: algorithm.gamma."""
     gae_lambda: Fraction | None = None
@@ -620,8 +609,7 @@ class AlgorithmConfig:
     are moving averages, in which the newest rollout has this weight; the outputs are rescaled so
     that no V changes (PopArt). null: one value, and advantages of all tasks together."""
     advantage_clip: Positive | None = None
-    """Bound to which advantages are clamped after normalisation, in both directions; null: no
-    clamping."""
+    """Bound of advantages after normalisation, in both directions; null: no clamping."""
     reward_clip: Positive | None = None
     """Bound to which rewards are clamped, in both directions; null: no clamping."""
     reward_clip_order: Literal["before_norm", "after_norm"] = option(
@@ -634,8 +622,7 @@ class AlgorithmConfig:
             ),
         ),
     )
-    """before_norm clamps raw rewards once; after_norm clamps after reward_norm and again after the
-    KL penalty."""
+    """before_norm: clamp raw rewards; after_norm: after reward_norm, and after the KL penalty."""
     missing_eos_penalty: NonNegative = option(
         0.0, mode="reasoning", read_if=equals("rollout.truncation", "terminal")
     )
@@ -658,11 +645,9 @@ class AlgorithmConfig:
     curiosity: CuriosityConfig = section(CuriosityConfig, mode="embodied")
     """Intrinsic reward."""
     whiten_rewards: bool = False
-    """Divide rewards by their standard deviation over the rollout, keep their mean; before the KL
-    penalty."""
+    """Divide rewards by their deviation over the rollout, keep the mean; before the KL penalty."""
     group_size: Annotated[int, Limit(ge=1, le=10**4)] = 1
-    """Number of neighbouring environments that share a start state (in reasoning: responses that
-    share a prompt)."""
+    """Neighbouring environments with one start state (in reasoning: responses to one prompt)."""
     group_filter: Literal["success"] | None = None
     """Groups to train on. success: those with a member that succeeds and one that does not, and
     further groups are collected until the batch is full. null: all groups."""
@@ -678,8 +663,7 @@ class AlgorithmConfig:
     limit ended it; always: also where the task ended it; never: at neither end."""
     # --- policy loss
     loss_type: Literal["actor_critic", "actor"] = "actor_critic"
-    """actor_critic: one model and one backward pass (mode=embodied); actor: two models
-    (mode=reasoning)."""
+    """actor_critic: one model, one backward pass (mode=embodied); actor: two (mode=reasoning)."""
     policy_loss: Literal["clip", "cispo"] = "clip"
     """clip: PPO's clipped surrogate, whose gradient is 0 where the ratio is clipped. cispo: the
     log-probability times the advantage times the clipped ratio, which is a weight without gradient,
@@ -703,8 +687,7 @@ class AlgorithmConfig:
     normalisation and with its penalties, is above 0: the mean over their tokens in the minibatch
     (VAPO: 0.1)."""
     entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
-    """Coefficient of the entropy in the loss (the initial coefficient where entropy_target is
-    set)."""
+    """Coefficient of the entropy in the loss; with entropy_target the initial one."""
     entropy_end: Fraction = option(
         1.0, read_if=positive("algorithm.entropy_bonus") & equals("algorithm.entropy_target", None)
     )
@@ -726,8 +709,7 @@ class AlgorithmConfig:
     )
     """Coefficient of the symmetry loss; 0 only measures policy/symmetry_error."""
     entropy_target: Annotated[float, Limit(le=50)] | None = option(None, read_if=ENTROPY)
-    """Target of the entropy (nats, aggregated as the loss), to which the coefficient adapts; null:
-    constant coefficient."""
+    """Entropy, nats, aggregated as the loss, to which its coefficient adapts; null: constant."""
     loss_agg_func: Literal[
         "token-mean",
         "trajectory-mean",
@@ -763,11 +745,9 @@ class AlgorithmConfig:
     reward, discounted by gamma per primitive step; chunk_sum: the same with the plain sum, as in
     RLinf; action_level: each action of a chunk has its own."""
     target_kl_stop: Positive | None = None
-    """Skip the remaining epochs of an update when the mean approx_kl of an epoch exceeds this,
-    nats; null: never."""
+    """Mean approx_kl of an epoch, nats, above which an update skips further epochs; null: never."""
     use_kl_loss: bool = False
-    """Add kl_loss_coef x KL(policy || reference) to the loss. The reference is the policy at the
-    start of training."""
+    """Add kl_loss_coef x KL(policy || reference) to the loss. Reference: the first policy."""
     kl_loss_coef: NonNegative = option(0.001, read_if=KL_LOSS)
     """Coefficient of the KL loss."""
     kl_loss_type: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+"] = option(
@@ -791,8 +771,7 @@ class AlgorithmConfig:
     value_clip: Positive | None = option(0.2, read_if=CRITIC_MODEL)
     """Clip range of the change of the value; null: no clipping."""
     huber_delta: Positive | None = option(10.0, read_if=CRITIC_MODEL)
-    """Error up to which the value loss is quadratic, beyond it the loss is linear; null: quadratic
-    everywhere."""
+    """Error up to which the value loss is quadratic, beyond it linear; null: always quadratic."""
     value_loss_coef: NonNegative = option(1.0, mode="embodied")
     """Coefficient of the value loss."""
     critic_warmup: Natural = option(0, read_if=CRITIC_MODEL)
@@ -865,8 +844,7 @@ class EvaluationConfig:
     )
     """Sampling temperature."""
     env_kwargs: dict[str, Any] = option({}, mode="embodied")
-    """Changes to env.kwargs during evaluation, also in ``embodied-ppo evaluate`` (Atari:
-    episodic_life=false)."""
+    """Changes to env.kwargs in all evaluations, such as episodic_life=false for Atari."""
     randomize: bool = option(False, mode="embodied", read_if=equals("env.randomize", True))
     """Evaluate with the domain randomisation of env.randomize; false: with the unchanged model."""
     video_episodes: Natural = option(0, mode="embodied", read_if=OWN_SIMULATORS)
@@ -879,16 +857,14 @@ class EvaluationConfig:
 @dataclass(frozen=True)
 class LanguageModelConfig:
     path: Text | None = None
-    """Directory of a model as transformers writes it (config.json, safetensors, tokenizer); null: a
-    new model."""
+    """Directory of a transformers model (config.json, safetensors, tokenizer); null: a new one."""
     architecture: dict[str, Any] = option({}, read_if=equals("actor.model.path", None))
     """Architecture of a new model: model_type and other fields of transformers' configuration."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the model computes. Trained weights, their moments, log-probabilities and
     losses are float32 in any case."""
     gradient_checkpointing: bool = False
-    """Recompute the activations of each layer in the backward pass instead of storing them: less
-    memory, about a third more time."""
+    """Recompute each layer's activations in the backward pass: less memory, a third more time."""
     lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = option(0, read_if=is_set("actor.model.path"))
     """Rank of low-rank adapters on the linear layers (Hu et al. 2021), scaled by 32 / lora_rank.
     All other weights stay frozen, those of these layers in the type dtype; actor, critic and
@@ -900,8 +876,7 @@ class ActorConfig:
     model: LanguageModelConfig = section(LanguageModelConfig)
     """The language model that is trained."""
     tokenizer: Text | None = option(None, read_if=FILES)
-    """Directory of the tokenizer; null: model.path (data.task has its own, one token per
-    character)."""
+    """Directory of the tokenizer; null: model.path (data.task has one token per character)."""
 
 
 CRITIC_FILES = ReadIf(
@@ -938,8 +913,7 @@ class CriticConfig:
         ]
         | None
     ) = None
-    """Aggregation of the value losses of tokens; null: token-mean, whatever algorithm.loss_agg_func
-    is."""
+    """Aggregation of the value losses; null: token-mean, whatever algorithm.loss_agg_func is."""
     update_epoch: Count | None = None
     """Number of passes over one rollout."""
     global_batch_size: Count | None = None
@@ -951,8 +925,7 @@ class CriticConfig:
 @dataclass(frozen=True)
 class RolloutConfig:
     engine: Literal["builtin", "vllm"] = "builtin"
-    """Generation engine: builtin shares the actor's weights; vllm needs CUDA and is installed
-    separately."""
+    """builtin shares the actor's weights; vllm needs CUDA and is installed separately."""
     gpu_memory_utilization: Annotated[float, Limit(gt=0, le=1)] = option(
         0.4, read_if=equals("rollout.engine", "vllm")
     )
@@ -960,8 +933,7 @@ class RolloutConfig:
     temperature: Positive = 1.0
     """Sampling temperature: logits are divided by it, while sampling and while training."""
     stop: tuple[Text, ...] = ()
-    """Texts that end a response, in addition to the end-of-sequence tokens of model and
-    tokenizer."""
+    """Texts that end a response, besides the end-of-sequence tokens of model and tokenizer."""
     truncation: Literal["terminal", "drop"] = "terminal"
     """Treatment of a response that was cut at response_length: terminal grades it as it is, drop
     leaves it out of the loss."""
@@ -987,11 +959,9 @@ class DataConfig:
     prompt_key: Text | None = option(None, read_if=FILES)
     """Field of a row that contains the prompt; null: prompt or question."""
     answer_key: Text | None = option(None, read_if=FILES)
-    """Field of a row that contains the correct answer; null: reward_model.ground_truth,
-    ground_truth or answer."""
+    """Field of the correct answer; null: reward_model.ground_truth, ground_truth or answer."""
     chat_template: Literal["auto", "always", "never"] = option("auto", read_if=FILES)
-    """Whether prompts go through the tokenizer's chat template; auto: where the tokenizer has
-    one."""
+    """Whether prompts go through the tokenizer's chat template; auto: where there is one."""
     shuffle: bool | Literal["success"] = True
     """Draw a new order in each epoch; false: the order of the files; success: as true, with weights
     x 6 E[p (1 - p)] from the second epoch on, where p is the probability of a right response to the
@@ -1004,8 +974,7 @@ ONE_TERM = equals("reward.terms", {})
 @dataclass(frozen=True)
 class RewardModelConfig:
     path: Text | None = option(None, read_if=ONE_TERM)
-    """Directory of a sequence-classification model with one label, whose output is the reward;
-    null: none."""
+    """Directory of a sequence classifier with one label, whose output is the reward; null: none."""
 
 
 @dataclass(frozen=True)
@@ -1048,8 +1017,7 @@ class RewardConfig:
     all responses. A response whose grader exceeds it, or fails in another way, is counted and
     excluded from training and from all means."""
     model: RewardModelConfig = section(RewardModelConfig)
-    """Reward model that computes the reward instead of the grader, which then only counts correct
-    responses."""
+    """Reward model instead of the grader, which then only counts correct responses."""
 
     @property
     def all_terms(self) -> tuple[tuple[str, RewardTermConfig], ...]:
@@ -1142,11 +1110,9 @@ class ClusterConfig:
     num_nodes: Annotated[int, Limit(ge=1, le=10**4)] = 1
     """Number of machines."""
     devices_per_node: Annotated[int, Limit(ge=0, le=1024)] = 0
-    """Number of devices of each machine (GPUs, or on the CPU slots for a process); 0: as many as
-    this machine has."""
+    """Devices of each machine (GPUs; on CPU slots of processes); 0: as many as this machine has."""
     device_memory_gb: NonNegative = 0.0
-    """Memory to plan with, of one GPU (on the CPU: of one machine), GB; 0: the memory of this
-    machine."""
+    """Memory to plan with, of a GPU (CPU: of a machine), GB; 0: that of this machine."""
     node_groups: dict[str, Any] = field(default_factory=dict)
     """Labels of machines, {sim: 0, train: 1-2}. Ray's label node-group maps them to machines."""
     component_placement: dict[str, Any] = field(default_factory=dict)
@@ -1164,8 +1130,7 @@ class ClusterConfig:
     """Shard every parameter, gradient and optimiser state over the processes of actor (FSDP2), for
     models that do not fit on one device. A layer is gathered only while it computes."""
     step_timeout_s: Positive = 1800.0
-    """Time limit of waiting for a process in one phase, seconds. The error names the process and
-    its last progress."""
+    """Time limit of a process in one phase, s. The error names it and its last progress."""
     max_restarts: Natural = 0
     """How often a run that lost processes is rebuilt from its last checkpoint."""
 
@@ -1279,11 +1244,9 @@ class EvaluateConfig:
     read."""
 
     checkpoint: str = ""
-    """A checkpoint directory, or a run directory (its latest checkpoint); required without
-    model."""
+    """A checkpoint directory, or a run (its latest checkpoint); required without model."""
     model: Text | None = option(None, mode="reasoning")
-    """Directory of a language model as transformers writes it, to be measured on data instead of a
-    checkpoint."""
+    """Directory of a transformers model, measured on data instead of a checkpoint."""
     episodes: Count = 100
     """Number of episodes to measure, each from its own seed; of a language model the number of
     held-out prompts, the first ones."""
@@ -1309,8 +1272,7 @@ class EvaluateConfig:
     obs_delay control steps; obs_noise a standard deviation in the unit of the observation;
     obs_dropout a probability; push_velocity m/s (tasks of this package)."""
     robustness_values: dict[str, Any] = option({}, mode="embodied", read_if=WITH_ROBUSTNESS)
-    """Values of robustness_factors by name, {obs_noise: [0, 0.5, 1]}; standard values for the
-    others."""
+    """Values of robustness_factors, {obs_noise: [0, 0.5, 1]}; others have standard values."""
     robustness_episodes: Count | None = option(None, mode="embodied", read_if=WITH_ROBUSTNESS)
     """Number of episodes at each value, with the seeds of the first evaluated episodes; at most
     episodes. null: 20, or episodes if that is less."""
@@ -1329,16 +1291,14 @@ class EvaluateConfig:
     """Execute files of the user's task, and of model.network, that have changed since training;
     false: execute the run's copies of them."""
     env: dict[str, Any] = option({}, mode="embodied")
-    """Changes to the environment in which the checkpoint was trained
-    (``env.max_episode_steps=200``)."""
+    """Changes to the environment of the training (``env.max_episode_steps=200``)."""
     data: tuple[Text, ...] = option((), mode="reasoning")
     """Language models: files of prompts instead of the run's data.eval."""
     grader: Text | None = option(None, mode="reasoning")
     """Language models: a grader, as reward.grader, instead of the run's reward; null: that of the
     run, or auto with model."""
     n: Small = option(1, mode="reasoning")
-    """Language models: number of responses to each prompt; more than one needs
-    deterministic=false."""
+    """Language models: responses to each prompt; more than one needs deterministic=false."""
     response_length: Annotated[int, Limit(ge=1, le=10**7)] | None = option(None, mode="reasoning")
     """Language models: maximum length of a response, tokens; null: as in training."""
     temperature: Positive = option(1.0, read_if=WITH_SAMPLING)
@@ -1348,8 +1308,7 @@ class EvaluateConfig:
     top_p: Annotated[float, Limit(gt=0, le=1)] = option(
         1.0, mode="reasoning", read_if=WITH_SAMPLING
     )
-    """Language models: sample from the most likely tokens that together have this probability; 1:
-    from all."""
+    """Language models: sample from the likeliest tokens of this total probability; 1: from all."""
 
 
 @dataclass(frozen=True)
@@ -1371,19 +1330,16 @@ class DemosConfig:
     """Options of ``embodied-ppo demos``."""
 
     out: str = ""
-    """Directory to record into, LeRobot v3.0; an unfinished recording in it is continued;
-    required."""
+    """Directory to record into, LeRobot v3.0; one that is unfinished is continued; required."""
     episodes: Count = 2000
-    """Number of demonstrations that the directory will contain, including those that it contains
-    already."""
+    """Demonstrations that the directory will contain, with those that it contains already."""
     seed: Natural = 0
     """Seed of the initial states and the noise."""
     noise: Annotated[float, Limit(ge=0, lt=1)] = 0.05
     """Probability with which a step executes a random action instead of the expert's. The expert's
     action is recorded in any case, so that a clone learns to recover. 0: no random actions."""
     env: EnvConfig = section(EnvConfig)
-    """Environment of the experiment; read are id, kwargs, cameras, image_size, randomize and
-    num_threads."""
+    """Environment: id, kwargs, cameras, image_size, randomize and num_threads are read."""
 
 
 OWN_OPTIONS = {"evaluate": EvaluateConfig, "demos": DemosConfig, "export": ExportConfig}

@@ -38,14 +38,10 @@ from embodied_ppo.options.schema import (
 )
 
 UNSET = (None, False)
-"""Values that switch an option off (0 counts as False). Setting an unread option to one of them is
-accepted.
-"""
+"""Values that switch an option off (0 is False); options that are not read may have them."""
 READ_BY_DISTILL = ("horizon", "micro_batch_size", "rollout_micro_batch_size", "max_grad_norm")
 READ_BY_DISTILL += ("adam_betas", "adam_eps", "weight_decay", "group_size", "reward_type")
-"""Options of section algorithm that ``distill`` reads; ``reward_type`` sets the size of the value
-head.
-"""
+"""Options of section algorithm that ``distill`` reads; reward_type sets the value head's size."""
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 """Values of option device."""
 FOLDERS = {"checkpoint": "runs/NAME/DATE-SEED", "out": "my-folder"}

@@ -51,9 +51,7 @@ from embodied_ppo.policies.recurrent import RecurrentLayer
 CRITIC = "/critic"
 """Name of the model inputs that only the critic reads, a dictionary like that of the actor's."""
 POLICY_GAIN = 0.01
-"""Gain of the policy head of a new policy, whose actions then hardly depend on the observation
-(Andrychowicz et al. 2020, "What Matters In On-Policy Reinforcement Learning?").
-"""
+"""Gain of a new policy head: actions hardly depend on observations (Andrychowicz et al. 2020)."""
 
 
 class ActorCritic(nn.Module):

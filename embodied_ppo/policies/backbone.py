@@ -21,9 +21,7 @@ from embodied_ppo.policies.initialization import orthogonal_
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}
 VECTOR = "/vector"
-"""Name of the input that joins all observations except images, flattened. No image has a name with
-a slash.
-"""
+"""Input that joins all observations except images, flattened. No image's name has a slash."""
 
 
 OWN_MEMORY = "memory"

@@ -34,9 +34,7 @@ from embodied_ppo.policies.lora import Adapted
 from embodied_ppo.policies.token_statistics import Head, TokenStatistics
 
 LOGIT_BYTES = 64 << 20
-"""Size of float32 logits up to which all are computed at once. Larger ones are computed in chunks,
-and again in the backward pass, see ``token_statistics``.
-"""
+"""Largest float32 logits computed at once; larger ones in chunks, see ``token_statistics``."""
 CUDA_LOGIT_BYTES = 1 << 30
 """Largest size of the float32 logits of a chunk on a GPU."""
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05

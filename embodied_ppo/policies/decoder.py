@@ -30,15 +30,11 @@ from embodied_ppo.policies.prefix_tree import PrefixTree, prefix_tree
 
 M = TypeVar("M")
 Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"
-"""Attention of a layer: (layer, query [B, heads, Q, d], key and value [B, groups, L, d]) -> [B,
-heads, Q, d].
-"""
+"""(layer, query [B, heads, Q, d], key and value [B, groups, L, d]) -> [B, heads, Q, d]."""
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"
 """cos and sin of rotary positions, [1 or B, L, d]."""
 ELEMENTARY_LIMIT = 1024
-"""Largest product of queries and keys of a row for which compiled attention uses elementary
-operations.
-"""
+"""Largest queries x keys of a row for which compiled attention is of elementary operations."""
 
 
 @dataclass(frozen=True)
@@ -192,8 +188,7 @@ class Decoder(InferenceModule):
         self.head_dim = self.blocks[0].head_dim
         self.embedding_scale = float(getattr(base, "embedding_multiplier", 1.0))  # Granite
         self.recompute = False
-        """Whether activations are recomputed in the backward pass: less memory, a third more time.
-        """
+        """Whether activations are recomputed backward: less memory, a third more time."""
 
     @property
     def layers(self) -> Any:

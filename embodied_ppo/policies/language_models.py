@@ -18,9 +18,7 @@ from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.policies.decoder import Decoder
 
 LORA_ALPHA = 32.0
-"""Adapters are multiplied by LORA_ALPHA / rank. With this scale the best learning rate hardly
-depends on the rank (Schulman et al. 2025, "LoRA Without Regret").
-"""
+"""Adapters' scale is this / rank: the best rate hardly depends on rank (Schulman et al. 2025)."""
 
 
 def make_policy(

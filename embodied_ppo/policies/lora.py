@@ -41,9 +41,7 @@ from embodied_envs.base.errors import CheckpointError
 from embodied_ppo.policies import peft_files
 
 BASE = "base_sha256"
-"""Entry of a state_dict, uint8 [32]: digest of the directory that holds the weights which the
-state_dict lacks.
-"""
+"""Entry of a state_dict, uint8 [32]: digest of the directory with the weights that it lacks."""
 
 
 # ----------------------------------------------------------------------------------------- adapters

@@ -35,9 +35,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Path of the publisher's model in the ``PeftModel`` that wraps it."""
 ADAPTERS = (".lora_A.", ".lora_B.")
-"""Parts of the parameter names of adapters. In our names, the name of the adapter, "default",
-follows them.
-"""
+"""Parts of adapters' parameter names, which the adapter's name, "default", follows in ours."""
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),

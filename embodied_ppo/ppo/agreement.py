@@ -23,9 +23,7 @@ from embodied_ppo.policies.recurrent import RecurrentLayer
 ROUNDING = 5e-3
 """Tolerance of float32. Runs measure up to 1e-7, and 2e-4 with standard deviations of exp(-5)."""
 LOW_PRECISION = 0.3
-"""Tolerance of bfloat16, and of an engine with other kernels than the learner, whose
-log-probabilities of tokens differ by 0.02 to 0.1.
-"""
+"""Tolerance of bfloat16, and of an engine with other kernels (log-probabilities: 0.02 to 0.1)."""
 SAMPLES = {"step": 64, "column": 8}
 """Samples, or columns, with which ``find_cause`` evaluates the model."""
 UNKNOWN = "compare weights, normaliser and precision of the process that acts with the learner's"

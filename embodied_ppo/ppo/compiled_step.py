@@ -27,9 +27,7 @@ from embodied_ppo.ppo.minibatches import MinibatchLoss, take
 ADAMW_SETTINGS: tuple[str, ...] = (
     *("actor_step", "critic_step", "actor_inv", "critic_inv", "actor_decay", "critic_decay"),
 )
-"""Scalars of AdamW that change from one minibatch to the next. The coefficients of the loss follow
-them in the vector of settings.
-"""
+"""Scalars of AdamW that change per minibatch; coefficients of the loss follow in the vector."""
 
 STEP_OPTIONS: tuple[str, ...] = (
     *("adam_betas", "adam_eps", "clip_ratio_c", "clip_ratio_high"),
@@ -38,11 +36,7 @@ STEP_OPTIONS: tuple[str, ...] = (
     *("positive_nll_weight", "ratio_level", "symmetry", "symmetry_coef"),
     *("value_clip", "value_loss_coef"),
 )
-"""Options of the algorithm that ``MinibatchStep`` reads.
-
-It cannot read any other option, so that runs which differ in other options, such as the learning
-rate, share one compiled library.
-"""
+"""Options that ``MinibatchStep`` can read; runs that differ in others share a compiled library."""
 STEP_STATISTICS = ("loss", "rows", "actor_norm", "critic_norm", "finite")
 """Statistics of a step in addition to those of its loss."""
 

@@ -22,9 +22,7 @@ from embodied_ppo.ppo.roles import Rows
 
 B = TypeVar("B", bound=Samples)
 Statistics: TypeAlias = "dict[str, Tensor]"
-"""Name -> scalar without gradient. Values add up over micro-batches; of a name that ends in "_max"
-the maximum counts.
-"""
+"""Name -> scalar without gradient, summed over micro-batches; of names in "_max" the maximum."""
 
 
 class MinibatchLoss(nn.Module, ABC):

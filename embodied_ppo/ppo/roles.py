@@ -18,11 +18,8 @@ from torch import Tensor
 from embodied_ppo.core.types import Evaluation, Trajectory, ValueBatch
 
 Rows: TypeAlias = "Mapping[str, Tensor]"
-"""Observations of a language model's trajectory.
-
-"row": int64 [L, N], prompt and response without a gap. "place": int64 [T, N], the position in its
-row of the token before each response token.
-"""
+"""Observations of a language model: "row" int64 [L, N], prompt and response without a gap; "place"
+int64 [T, N], the position in it of the token before each response token."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,8 @@ from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.training.progress import Messages
 
 COMPILE_AFTER = 4096
-"""Optimiser steps after which compile=auto switches minibatches to compiled code.
-
-They take about as long as the compilation of a minibatch. Acting switches after twice as many
-steps: its compilation starts when that of the minibatch has ended, because on two cores both at the
-same time would delay the first.
-"""
+"""Optimiser steps until compile=auto switches minibatches to compiled code, about the time of its
+compilation. That of acting comes next, not at the same time, and switches after twice as many."""
 
 
 def compile_from(

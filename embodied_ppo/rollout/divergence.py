@@ -14,8 +14,7 @@ from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core.finite import finite_rows, is_finite, select_rows, wrong_number, zero_rows
 
 LIMIT = 0.01
-"""Largest fraction of the steps of an update that may diverge. One step may in any case, or one of
-each environment of a group."""
+"""Largest share of an update's steps that may diverge; one step, or one per group, always may."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,7 @@ from embodied_envs.types import Step, VectorEnv
 from embodied_ppo.core.types import Mean, Metrics
 
 WINDOW = 100
-"""Smallest number of episodes over which rollout/return, length and success are averaged, once so
-many have finished."""
+"""Least number of episodes over which return, length and success are averaged."""
 EPISODE_METRICS = ("rollout/episodes", "rollout/return", "rollout/length", "rollout/success")
 """Beginnings of the tags of these statistics."""
 PATIENCE = 10

@@ -44,10 +44,7 @@ SESSIONS = "sessions"
 """Key of the manifest for the options and arithmetic settings of all updates so far: a list of
 "start" (completed updates), "config_hash" and "arithmetic", one entry for each change."""
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})", re.ASCII)
-"""Name of a checkpoint's directory: the update with at least six digits.
-
-Copies (step_000004_backup) do not match.
-"""
+"""Name of a checkpoint's directory: the update with at least six digits, and nothing else."""
 
 
 @dataclass(frozen=True)

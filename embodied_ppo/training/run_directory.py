@@ -57,9 +57,7 @@ FIXED_ON_RESUME = (
 )
 """Options that must not change on resume."""
 TASKS = ("env.id", "env.tasks", "env.task_weights")
-"""Options that must not change on resume where a run has several tasks: they give the tasks their
-indices and environments.
-"""
+"""The same where a run has several tasks, whose indices and environments they set."""
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
 FILES += (PARENT, "metrics.sha256")
 """Files that a run writes into its directory."""

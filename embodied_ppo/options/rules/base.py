@@ -9,9 +9,7 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.options.schema import Config
 
 LARGEST_ROLLOUT = 10**10
-"""Maximum number of steps of one update: a larger rollout fits in no memory, and ``divisors`` would
-take seconds.
-"""
+"""Largest number of steps of an update; ``divisors`` of more would take seconds."""
 
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
 """Values of algorithm.adv_type that compare the members of a group."""

@@ -33,9 +33,7 @@ PERIODS = (4e-3, 4.0)
 LEARNED_STD = (0.08, 0.16)
 """Range of the learned standard deviation of a step, as in ReinFlow's robot tasks."""
 Field: TypeAlias = "Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]"
-"""Maps x [B, H, P] and τ [B] to the velocity and, if it is learned, the log-deviation of a step;
-both float32 [B, H, P].
-"""
+"""x [B, H, P], τ [B] -> velocity and, if learned, log-deviation of a step, float32 [B, H, P]."""
 
 
 class Flow(VLAPolicy):

@@ -40,12 +40,9 @@ from embodied_ppo.policies.checkpoint_files import config_errors, import_transfo
 from embodied_ppo.policies.decoder import Attend, Decoder, ModuleReference
 
 BOS, STOP, EMPTY = 1, 2, 29871
-"""Llama 2's ids of begin and end of sequence, and of the empty word between "Out:" and the action.
-"""
+"""Llama 2's ids of begin and end of sequence, and of the empty word before the action."""
 MEANS = (0.485, 0.456, 0.406, 0.5, 0.5, 0.5)
-"""Means of the six channels, three for each tower: ImageNet's for DINOv2, then SigLIP's. Pixels are
-in [0, 1].
-"""
+"""Means of six channels in [0, 1]: ImageNet's for DINOv2, then SigLIP's."""
 STDS = (0.229, 0.224, 0.225, 0.5, 0.5, 0.5)
 CROPPED_AREA = 0.9
 """Share of an image's area that remains after ``center_crop``."""
@@ -80,9 +77,7 @@ class OpenVLAConfig:
     """
 
     text: Mapping[str, Any]
-    """Fields of transformers' LlamaConfig; missing ones are those of Llama 2 7B, as in the
-    published code.
-    """
+    """Fields of LlamaConfig; missing ones are those of Llama 2 7B, as in the published code."""
     dino: Mapping[str, Any] = field(default_factory=lambda: DINO)
     """Fields of Dinov2WithRegistersConfig."""
     siglip: Mapping[str, Any] = field(default_factory=lambda: SIGLIP)

@@ -239,9 +239,7 @@ NAMES: Patterns = (
     (r"\.(self_attn|attention)\.(o|out)_proj\.", ".attn.proj."),
     (r"\.(post_)?layernorm\.", ".norm."),
 )
-"""Substitutions, in order, that map our parameters in the vision towers to published keys; other
-names are equal. Several parameters with one key are its rows: q, k and v.
-"""
+"""Substitutions: parameter of a vision tower -> published key; q, k and v are rows of one key."""
 TOWER = "vision_backbone."
 
 

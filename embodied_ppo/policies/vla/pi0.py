@@ -258,9 +258,7 @@ class PI0(Flow, lora.Adapted):
     rename: Rename = staticmethod(pi0_files.rename)
     """Function that maps the keys of published files to names of parameters."""
     state_tokens = 1
-    """Number of the expert's tokens of the state. They precede the noisy actions and do not attend
-    to them.
-    """
+    """State tokens of the expert, before the noisy actions, to which they do not attend."""
     state_in_prefix = False
     """Whether the prefix contains the normalised state."""
 

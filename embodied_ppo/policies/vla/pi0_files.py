@@ -80,9 +80,7 @@ PARAMETERS: Patterns = (
     (r"^(embed_action_time\.)?(state_proj|action_in_proj|(action_)?time_mlp_)", r"embed.\2"),
     (r"^action_out_proj\.", "velocity."),
 )
-"""Substitutions, in order, that map the name of a weight, in all published layouts and in
-transformers' model, to the name of the parameter of ``pi0.PI0``.
-"""
+"""Substitutions: a weight's name in published files or transformers -> that in ``pi0.PI0``."""
 UNREAD = "expert.embed_tokens.weight"
 """The expert embeds no words; some files lack its unused embeddings."""
 MODULES: Patterns = (
@@ -479,9 +477,7 @@ def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
 
 # --------------------------------------------------------------------------------------- statistics
 ENDS = {"MEAN_STD": ("mean", "std"), "QUANTILES": ("q01", "q99"), "IDENTITY": ()}
-"""Value of lerobot's normalization_mapping that is read here -> the statistics that it uses.
-QUANTILES maps q01 to -1 and q99 to 1.
-"""
+"""normalization_mapping -> statistics that it uses; QUANTILES maps q01 to -1 and q99 to 1."""
 OPENPI_MARGIN = 1e-6
 """Number that openpi adds to deviations and to q99, also when it denormalises."""
 

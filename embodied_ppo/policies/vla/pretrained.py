@@ -52,9 +52,7 @@ from embodied_ppo.policies.vla.vla_policy import (
 )
 
 VALUE_UNITS = 512
-"""Largest hidden layer of the value head, as in RLinf. A model of 7 B has a hidden state of 4096
-numbers.
-"""
+"""Largest hidden layer of the value head, as in RLinf."""
 
 Tokenize: TypeAlias = "Callable[[str], Sequence[int]]"
 """Text -> ids, see ``openvla.encode_prompts``."""

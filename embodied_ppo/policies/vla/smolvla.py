@@ -66,9 +66,7 @@ VLM_SIZES: dict[str, dict[str, Any]] = {
         "scale_factor": 4,
     }
 }
-"""Sizes of the models that lerobot's ``vlm_model_name`` can name; its directories do not contain
-them.
-"""
+"""Sizes of the models that ``vlm_model_name`` names; lerobot's directories lack them."""
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "attention_mode": ("cross_attn",),
     "add_image_special_tokens": (False,),
@@ -89,9 +87,7 @@ PARAMETERS: published_weights.Patterns = (
     (r"^(model|embed_action_time)\.(action_in_proj|action_time_mlp_)", r"embed.\2"),
     (r"^(model\.)?action_out_proj\.", "velocity."),
 )
-"""Substitutions that map the name of a weight, in lerobot's files and in ``SmolVLAModel``, to that
-of the parameter of ``SmolVLA``.
-"""
+"""Substitutions: a weight's name in lerobot's files or ``SmolVLAModel`` -> that in ``SmolVLA``."""
 MODULES: published_weights.Patterns = (
     (r"^trunk\.vlm\.language_model\.", "model.vlm_with_expert.vlm.model.text_model."),
     (r"^expert\.", "model.vlm_with_expert.lm_expert."),

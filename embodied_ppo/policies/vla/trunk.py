@@ -42,9 +42,7 @@ HEADS = 4
 WORD_BUCKETS = 1024
 """Size of the vocabulary: each word of an instruction is mapped to one of this many buckets."""
 MASKED_LOGIT = -1e4
-"""Logit of entries that must not be chosen. Finite, so that a softmax over such entries alone is
-defined.
-"""
+"""Logit of entries that must not be chosen; finite, for a softmax over such entries alone."""
 
 
 def word_ids(sentence: str, buckets: int) -> list[int]:
@@ -164,8 +162,7 @@ class ObservationEncoder(nn.Module):
     """Base class of trunks: encodes images and vectors, and reads the index of the instruction."""
 
     table: Any
-    """Tokens of the simulator's sentences, by index of the instruction; not part of a checkpoint.
-    """
+    """Tokens of the simulator's sentences, by instruction; not part of a checkpoint."""
 
     def __init__(self, spec: ObsSpec, config: ModelConfig) -> None:
         """Build the encoder of all observations except the instruction.

@@ -23,9 +23,7 @@ from embodied_ppo.rollout.generation.decode_model import DecodeModel
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
 ROUND_STEPS = 8
-"""Steps between two checks for finished responses. Tokens after the end of a response are
-dropped.
-"""
+"""Steps between checks for finished responses; tokens after their end are dropped."""
 KEY_MULTIPLE = 128
 """The number of keys of a bucket is a multiple of it."""
 MIN_SLOTS = 8

@@ -35,10 +35,7 @@ from embodied_ppo.policies.lora import LoRALinear
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 """Values of transformers' ``model_type`` whose layers this forward pass computes."""
 HeadAttention: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
-"""Attention of a layer: (layer, queries [N, H, d], keys and values [N, 2·G, d]) -> [N, H, d].
-
-Queries and result are ordered (head of its group, group).
-"""
+"""(layer, queries [N, H, d] by group, keys and values [N, 2·G, d]) -> [N, H, d] by group."""
 
 
 def is_supported(policy: LanguagePolicy) -> bool:

@@ -31,9 +31,7 @@ from embodied_ppo.rollout.generation.sampling import Sampling, choose
 REFILL = 0.25
 """Share of free slots from which on prompts are prefilled, because a joint prefill costs less."""
 PREFILL_TOKENS = defaultdict(lambda: 1 << 15, cpu=1024)
-"""Prompt tokens in one prefill pass, by device type. The number for a CPU fits its caches and is
-25 % faster than 256 prompts at once; the other one limits memory.
-"""
+"""Prompt tokens in one prefill, by device type: a CPU's fit its caches, others limit memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,7 @@ from embodied_ppo.training.run_directory import report_write_errors, versions
 from embodied_ppo.training.trained_run import TrainedRun
 
 MEMORY_PREFIX, RECURRENT = "memory/", "recurrent"
-"""Names of the inputs of policy.onnx that are its memory begin with the first; the second is the
-state of the recurrent layer.
-"""
+"""Prefix of the inputs of policy.onnx that are memory, and its recurrent layer's state."""
 PACKAGES = ("onnx", "onnxruntime")
 """Packages of the extra ``export``."""
 OPSET, LEAST_ONNXRUNTIME = 17, "1.12"

@@ -24,9 +24,7 @@ from embodied_ppo.tools.import_policy.imported import ImportedPolicy, Normalizer
 from embodied_ppo.tools.import_policy.layers import StateDict
 
 NO_EPS = 1e-16
-"""``Normalizer.eps`` of a library that adds nothing to the variance.
-
-``model.obs_eps`` must be above 0. Adding 1e-16 changes no float32 variance above 2e-9."""
+"""``Normalizer.eps`` where nothing is added; it changes no float32 variance above 2e-9."""
 OTHER_NORMALIZER = "normalises observations in another way than the policy"
 STD_RANGE = (math.log(1e-6), math.log(1e6))
 """Bounds of the logarithm of the standard deviation."""
