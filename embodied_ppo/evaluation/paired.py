@@ -18,16 +18,9 @@ from embodied_envs import engines
 from embodied_envs.base.errors import ConfigError, EnvError
 from embodied_envs.types import VectorEnv
 from embodied_ppo.core.types import ProgressCallback
-from embodied_ppo.evaluation import comparison
+from embodied_ppo.evaluation import comparison, robustness
 from embodied_ppo.evaluation.charts import number, percent
 from embodied_ppo.evaluation.episodes import EvaluationResult
-from embodied_ppo.evaluation.robustness import (
-    EvaluateChanged,
-    Factory,
-    changed,
-    check_changed,
-    with_ranges,
-)
 from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
 
 FORMAT = 1
@@ -47,7 +40,9 @@ SEEN = ("camera", "light", "distractor")
 """Perturbations that only a policy with cameras observes."""
 
 
-def plan(options: EvaluateConfig, factory: Factory, nominal: VectorEnv) -> dict[str, Factory]:
+def plan(
+    options: EvaluateConfig, factory: robustness.Factory, nominal: VectorEnv
+) -> dict[str, robustness.Factory]:
     """Return the factory of each perturbed environment of ``options.paired``.
 
     Args:
@@ -67,15 +62,15 @@ def plan(options: EvaluateConfig, factory: Factory, nominal: VectorEnv) -> dict[
             f" episodes = {options.episodes}"
         )
     env: EnvConfig = factory.keywords["config"]
-    perturbed: dict[str, Factory] = {}
+    perturbed: dict[str, robustness.Factory] = {}
     for name in names:
         try:
             if name in SEEN and not env.cameras:
                 raise EnvError("the policy reads no camera")
             if name == "wording" and not nominal.instructions:
                 raise EnvError("the policy reads no sentence")
-            perturbed[name] = changed(factory, _changes(name, env))
-            check_changed(perturbed[name], nominal)
+            perturbed[name] = robustness.changed(factory, _changes(name, env))
+            robustness.check_changed(perturbed[name], nominal)
         except EnvError as error:
             raise ConfigError(f"remove {name} from paired: {error}") from error
     return perturbed
@@ -87,13 +82,13 @@ def _changes(name: str, env: EnvConfig) -> dict[str, Any]:
     if option == "kwargs":
         return {"kwargs": {**env.kwargs, **entries}}
     neutral = engines.neutral_ranges(list(engines.task_ranges(env.title, env.kwargs)))
-    return with_ranges(env, neutral, entries)
+    return robustness.with_ranges(env, neutral, entries)
 
 
 def measure(
-    perturbed: Mapping[str, Factory],
+    perturbed: Mapping[str, robustness.Factory],
     nominal: EvaluationResult,
-    evaluate: EvaluateChanged,
+    evaluate: robustness.EvaluateChanged,
     advance: ProgressCallback,
 ) -> dict[str, Any] | None:
     """Return the content of paired.json; None without perturbations.

@@ -19,13 +19,8 @@ from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options import placement
 from embodied_ppo.options.readers import mode_of, unread
 from embodied_ppo.options.reward_groups import CURIOSITY, reward_groups
-from embodied_ppo.options.rules.base import (
-    GROUP_ESTIMATORS,
-    group_comparison,
-    one_process,
-    refuse,
-    refuse_any,
-)
+from embodied_ppo.options.rules import base
+from embodied_ppo.options.rules.base import refuse, refuse_any
 from embodied_ppo.options.rules.embodied import check_task_names
 from embodied_ppo.options.rules.select import CHECKS
 from embodied_ppo.options.schema import (
@@ -170,7 +165,7 @@ def _check_placement(config: Config) -> None:
             PlacementError,
         )
         placement.check_roles(cluster.component_placement, roles(config))
-    if one_process(config):
+    if base.one_process(config):
         for name, value in vars(cluster).items():
             refuse(
                 name != "stages" and value != getattr(ClusterConfig(), name),
@@ -243,7 +238,7 @@ def check_changed_env(config: Config, changes: Collection[str]) -> None:
 
 def _check_algorithm(config: Config) -> None:
     """Refuse options of section algorithm that exclude or need each other. Raises ConfigError."""
-    a, comparison = config.algorithm, group_comparison(config)
+    a, comparison = config.algorithm, base.group_comparison(config)
     members = "environments" if config.mode == "embodied" else "responses"
     dr_grpo, by_length = a.adv_type == "dr_grpo", a.loss_agg_func == "seq-mean-token-mean"
     targets = a.gae_lambda if a.gae_lambda_value is None else a.gae_lambda_value
@@ -261,7 +256,7 @@ def _check_algorithm(config: Config) -> None:
         " divides by no length, seq-mean-token-mean does": dr_grpo and by_length,
         "write algorithm.adv_type=grpo, or algorithm.group_filter=null: algorithm.adv_type ="
         f" {a.adv_type} compares no groups and would learn from a biased choice of"
-        " episodes": a.group_filter is not None and a.adv_type not in GROUP_ESTIMATORS,
+        " episodes": a.group_filter is not None and a.adv_type not in base.GROUP_ESTIMATORS,
         f"write algorithm.gae_lambda_value=1: with {targets:g} the targets contain the critic's own"
         f" values, and algorithm.critic_warmup_variance = {a.critic_warmup_variance} measures"
         " returns": a.critic_warmup_variance is not None and a.adv_type == "gae" and targets < 1,

@@ -20,14 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.base.errors import ConfigError
+from embodied_ppo.policies import checkpoint_files
 from embodied_ppo.policies.backbone import InferenceModule
-from embodied_ppo.policies.checkpoint_files import (
-    LOCAL,
-    LOCAL_WEIGHTS,
-    check_finite,
-    config_errors,
-    import_transformers,
-)
 from embodied_ppo.policies.decoder import Decoder, ModuleReference
 from embodied_ppo.policies.initialization import replace_meta_tensors
 from embodied_ppo.policies.lora import Adapted
@@ -320,10 +314,10 @@ def load(
     Raises:
         ConfigError: The directory cannot be read, or the architecture is not supported.
     """
-    transformers = import_transformers("mode=reasoning", extra="language")
+    transformers = checkpoint_files.import_transformers("mode=reasoning", extra="language")
     model: Any
     option = f"path={path}" if path else "architecture"
-    with config_errors(f"{section}.{option}: transformers refuses: "):
+    with checkpoint_files.config_errors(f"{section}.{option}: transformers refuses: "):
         if path is not None:
             if not Path(path, "config.json").is_file():
                 raise ConfigError(
@@ -331,15 +325,15 @@ def load(
                     " transformers wrote (hf download NAME --local-dir DIR), or leave path null for"
                     " a new, small model"
                 )
-            config = transformers.AutoConfig.from_pretrained(path, **LOCAL)
+            config = transformers.AutoConfig.from_pretrained(path, **checkpoint_files.LOCAL)
         else:
             fields = dict(architecture)
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
         if path is not None and weights:
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, **LOCAL_WEIGHTS
+                path, dtype=dtype, **checkpoint_files.LOCAL_WEIGHTS
             )
-            check_finite(model.named_parameters(), f"{section}.path={path}")
+            checkpoint_files.check_finite(model.named_parameters(), f"{section}.path={path}")
         else:
             with nullcontext() if weights else torch.device("meta"):
                 model = transformers.AutoModelForCausalLM.from_config(
@@ -350,7 +344,7 @@ def load(
     model = (model.to(device) if weights else model).eval()
     # A model of another architecture raises errors in our forward pass, or gives other logits.
     problem = f"{section}: {type(model).__name__} differs from the supported models ("
-    with config_errors(problem, f"); {SUPPORTED}"):
+    with checkpoint_files.config_errors(problem, f"); {SUPPORTED}"):
         LanguagePolicy(model)
         tolerance = TOLERANCE if model.dtype == torch.float32 else HALF_TOLERANCE
         if weights and (difference := _difference(model)) > tolerance:

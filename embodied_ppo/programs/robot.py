@@ -44,13 +44,7 @@ from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.programs.compilation import compile_schedules
 from embodied_ppo.programs.robot_checks import check_evaluation, find_mirror, log_settings
 from embodied_ppo.programs.run_spec import RunSpec
-from embodied_ppo.rollout.environments import (
-    builds_once,
-    evaluated_envs,
-    evaluation_env,
-    make_env,
-    training_env,
-)
+from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.interleaved_rollouts import InterleavedRollouts
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import checkpoint
@@ -188,15 +182,15 @@ def _count_steps(config: Config, learners: int, experience: Trajectory) -> int:
 # ----------------------------------------------------------------------------------- simulators
 def _local_simulators(spec: RunSpec, messages: Messages, kind: str, seeds: list[int]) -> VectorEnv:
     """Return simulators in this process, to "train" or to "evaluate"."""
-    select = training_env if kind == "train" else evaluation_env
+    select = environments.training_env if kind == "train" else environments.evaluation_env
     if spec.task is not None:
         spec.task.activate(messages.notice)
-    return make_env(
+    return environments.make_env(
         seeds,
         config=select(spec.config),
         device=spec.device,
         model=spec.config.model,
-        rebuild=not builds_once(spec.config),
+        rebuild=not environments.builds_once(spec.config),
     )
 
 
@@ -362,7 +356,9 @@ def _evaluation(
         # The training's simulators keep their number.
         options = replace(options, num_envs=config.env.num_envs)
     else:
-        options = replace(options, num_envs=evaluated_envs(config.env, options.num_envs))
+        options = replace(
+            options, num_envs=environments.evaluated_envs(config.env, options.num_envs)
+        )
 
     # An evaluation uses the training's simulators, or creates simulators of its own.
     def simulators(seeds: list[int]) -> VectorEnv:
@@ -396,7 +392,7 @@ def _write_report(
     if isinstance(policy, EnvInfo):
         policy = make_policy(config, policy)
         checkpoint.load_weights(policy, source.policy(), source.path / checkpoint.POLICY)
-    evaluated = replace(config, env=evaluation_env(config))
+    evaluated = replace(config, env=environments.evaluation_env(config))
     return evaluation.write_report(
         ReportTarget(evaluated, source, spec.run_dir, out, e),
         result,

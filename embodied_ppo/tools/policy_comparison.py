@@ -24,14 +24,8 @@ from embodied_ppo.evaluation.comparison import Scores
 from embodied_ppo.options import loader
 from embodied_ppo.options.compose import CALL, FLAGS, GIVEN, override_lines, prepare
 from embodied_ppo.options.schema import Config, EvaluateConfig
-from embodied_ppo.training import checkpoint
+from embodied_ppo.training import checkpoint, run_directory
 from embodied_ppo.training.progress import Progress
-from embodied_ppo.training.run_directory import (
-    check_writable,
-    replace_text,
-    report_write_errors,
-    versions,
-)
 from embodied_ppo.training.run_files import check_compared, find_runs, in_sweep_order
 from embodied_ppo.training.trained_run import open_evaluated
 
@@ -163,7 +157,7 @@ def compare_lines(
     methods = _methods(paths)
     _check_same_tasks(methods)
     out = Path(options.out or Path("comparisons") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
-    check_writable(out)
+    run_directory.check_writable(out)
     progress = Progress(quiet)
     pairs = [(method, trained_run) for method in methods for trained_run in method.runs]
     for number, (method, trained_run) in enumerate(pairs, 1):
@@ -184,10 +178,10 @@ def compare_lines(
         charts = _curves(methods, content["mode"])
     page = report.template("comparison.html.j2").render(content=content, charts=charts)
     files = {"page": out / "comparison.html", "json": out / "comparison.json"}
-    with report_write_errors(out):
+    with run_directory.report_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        replace_text(files["json"], json.dumps(content, indent=1) + "\n")
-        replace_text(files["page"], page)
+        run_directory.replace_text(files["json"], json.dumps(content, indent=1) + "\n")
+        run_directory.replace_text(files["page"], page)
     return content | {name: str(file) for name, file in files.items()}
 
 
@@ -293,7 +287,7 @@ def _report(
         content = report.read(file)
         if (
             content["format"] == report.FORMAT
-            and content["versions"] == dict(sorted(versions().items()))
+            and content["versions"] == dict(sorted(run_directory.versions().items()))
             and content["config_hash"] == trained_run.source.manifest["config_hash"]
             and file.stat().st_mtime_ns
             >= (trained_run.source.path / checkpoint.MANIFEST).stat().st_mtime_ns
@@ -365,7 +359,7 @@ def _content(
         "methods": rows,
         "differences": differences,
         "options": option_differences([method.runs[0] for method in methods]),
-        "versions": dict(sorted(versions().items())),
+        "versions": dict(sorted(run_directory.versions().items())),
     }
 
 

@@ -39,16 +39,8 @@ from embodied_ppo.tools import recorded_files, reexecution
 from embodied_ppo.tools.recorded_files import RunFiles
 from embodied_ppo.tools.reexecution import Difference
 from embodied_ppo.tools.state_differences import count_tensors, state_differences
-from embodied_ppo.training import checkpoint
+from embodied_ppo.training import checkpoint, run_directory
 from embodied_ppo.training.progress import Progress
-from embodied_ppo.training.run_directory import (
-    arithmetic,
-    check_writable,
-    locked,
-    replace_text,
-    report_write_errors,
-    versions,
-)
 from embodied_ppo.training.run_files import METRICS
 
 FORMAT = 2
@@ -98,12 +90,12 @@ def verify(
         raise ConfigError(f"out={folder}: is a file; name a directory")
     with ExitStack() as stack:
         if os.access(run_dir, os.W_OK):
-            stack.enter_context(locked(run_dir, "RUN"))
-        check_writable(folder)
+            stack.enter_context(run_directory.locked(run_dir, "RUN"))
+        run_directory.check_writable(folder)
         content = _Verification(run_dir, most, seed, Progress(not progress)).certificate()
-        with report_write_errors(folder):
+        with run_directory.report_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            replace_text(folder / CERTIFICATE, json.dumps(content, indent=1) + "\n")
+            run_directory.replace_text(folder / CERTIFICATE, json.dumps(content, indent=1) + "\n")
     return content | {"certificate": str(folder / CERTIFICATE)}
 
 
@@ -144,7 +136,10 @@ class _Verification:
         config, manifest = record.configs[newest], record.manifests[newest]
         stored = {key: manifest.get(key) or {} for key in ("versions", "arithmetic")}
         device = select_device(config.device, config.threads)
-        now = {"versions": versions(), "arithmetic": arithmetic(config, device)}
+        now = {
+            "versions": run_directory.versions(),
+            "arithmetic": run_directory.arithmetic(config, device),
+        }
         changed = [
             f"{name} was {show(value)}, is {show(now[key].get(name))}"
             for key, settings in stored.items()

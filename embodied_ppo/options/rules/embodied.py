@@ -8,17 +8,8 @@ from embodied_envs.base.errors import ConfigError, show
 from embodied_envs.base.observation_names import names_observation
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.batch_sizes import episodes, optimization_config
-from embodied_ppo.options.rules.base import (
-    LARGEST_ROLLOUT,
-    check_controller,
-    divisors,
-    group_comparison,
-    nearest_multiples,
-    nearest_values,
-    one_process,
-    refuse,
-    refuse_any,
-)
+from embodied_ppo.options.rules import base
+from embodied_ppo.options.rules.base import one_process, refuse, refuse_any
 from embodied_ppo.options.schema import Config, EnvConfig
 
 WIDTH_UNIT = 8
@@ -59,7 +50,7 @@ def _check_sequences(config: Config) -> None:
         config.env.action_chunk,
         not config.env.restart_each_rollout,
     )
-    steps, comparison = a.minibatch_unit == "step", group_comparison(config)
+    steps, comparison = a.minibatch_unit == "step", base.group_comparison(config)
     by_sequence, by_chunk = a.ratio_level == "sequence", a.ratio_level == "chunk"
     one_entry = a.logprob_type == "chunk_level" or (chunk == 1 and a.logprob_type == "action_level")
     filtered = a.group_filter is not None and config.teacher is None
@@ -104,7 +95,7 @@ def _check_tasks(config: Config) -> None:
     refuse(
         env.num_envs % tasks,
         f"env.num_envs = {env.num_envs} is not a multiple of {tasks}, the tasks of env.id with"
-        f" env.task_weights; nearest: {nearest_multiples(tasks, env.num_envs)}",
+        f" env.task_weights; nearest: {base.nearest_multiples(tasks, env.num_envs)}",
     )
     refuse(
         tasks > 1 and config.algorithm.group_size > 1,
@@ -135,7 +126,7 @@ def _check_process(config: Config) -> None:
         refuse(
             config.env.num_envs % unit,
             f"env.num_envs = {config.env.num_envs} is not a multiple of cluster.stages ="
-            f" {stages}{groups}; nearest: {nearest_multiples(unit, config.env.num_envs)}",
+            f" {stages}{groups}; nearest: {base.nearest_multiples(unit, config.env.num_envs)}",
         )
         refills = a.group_filter is not None and a.group_filter_rounds > 1
         name = "distill" if config.teacher is not None else "algorithm.group_filter_rounds > 1"
@@ -280,24 +271,24 @@ def _check_sizes(config: Config) -> None:
         names, factors = f"{names} x algorithm.rollout_epoch", f"{factors} x {a.rollout_epoch}"
     rollout = f"{names} = {factors} = {total}"
     refuse(
-        total > LARGEST_ROLLOUT,
-        f"{rollout} steps must be <= {LARGEST_ROLLOUT:,}; lower one of them",
+        total > base.LARGEST_ROLLOUT,
+        f"{rollout} steps must be <= {base.LARGEST_ROLLOUT:,}; lower one of them",
     )
     unit = a.horizon if a.minibatch_unit == "column" else 1
     length = f"algorithm.horizon = {a.horizon} (algorithm.minibatch_unit = column)"
     if batch % unit:
-        hint = nearest_values([unit * d for d in divisors(columns)], batch)
+        hint = base.nearest_values([unit * d for d in base.divisors(columns)], batch)
         raise ConfigError(
             f"algorithm.global_batch_size = {batch} is not a multiple of {length}; nearest: {hint}"
         )
     if total % batch:
-        hint = nearest_values([unit * d for d in divisors(total // unit)], batch)
+        hint = base.nearest_values([unit * d for d in base.divisors(total // unit)], batch)
         # num_envs must be a multiple of batch / gcd(batch, horizon) and of group_size.
         env_unit = math.lcm(batch // math.gcd(batch, a.horizon * a.rollout_epoch), a.group_size)
         raise ConfigError(
             f"{rollout} is not a multiple of algorithm.global_batch_size = {batch}; nearest:"
             f" {hint}; or with this batch, nearest env.num_envs:"
-            f" {nearest_multiples(env_unit, num_envs)}"
+            f" {base.nearest_multiples(env_unit, num_envs)}"
         )
     if micro is not None:
         refuse(
@@ -308,11 +299,11 @@ def _check_sizes(config: Config) -> None:
         refuse(
             micro % unit,
             f"algorithm.micro_batch_size = {micro} is not a multiple of {length}; nearest:"
-            f" {nearest_multiples(unit, micro)}",
+            f" {base.nearest_multiples(unit, micro)}",
         )
-    check_controller(config, columns, "env.num_envs")
+    base.check_controller(config, columns, "env.num_envs")
     if num_envs % a.group_size:
         raise ConfigError(
             f"env.num_envs = {num_envs} is not a multiple of algorithm.group_size = {a.group_size};"
-            f" nearest: {nearest_values(divisors(num_envs), a.group_size)}"
+            f" nearest: {base.nearest_values(base.divisors(num_envs), a.group_size)}"
         )

@@ -7,15 +7,8 @@ import re
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.core.errors import PlacementError
-from embodied_ppo.options.rules.base import (
-    LARGEST_ROLLOUT,
-    check_controller,
-    divisors,
-    nearest_multiples,
-    nearest_values,
-    refuse,
-    refuse_any,
-)
+from embodied_ppo.options.rules import base
+from embodied_ppo.options.rules.base import refuse, refuse_any
 from embodied_ppo.options.schema import CloningConfig, Config
 
 
@@ -109,9 +102,9 @@ def _check_sizes(config: Config) -> None:
     a = config.algorithm
     total, responses = a.rollout_batch_size, a.rollout_batch_size * a.group_size
     refuse(
-        responses * a.response_length > LARGEST_ROLLOUT,
+        responses * a.response_length > base.LARGEST_ROLLOUT,
         f"algorithm.rollout_batch_size x group_size x response_length = {total} x {a.group_size} x"
-        f" {a.response_length} tokens must be <= {LARGEST_ROLLOUT:,}; lower one of them",
+        f" {a.response_length} tokens must be <= {base.LARGEST_ROLLOUT:,}; lower one of them",
     )
     batches = {
         "algorithm.global_batch_size": a.global_batch_size,
@@ -122,8 +115,8 @@ def _check_sizes(config: Config) -> None:
         if total % batch:
             raise ConfigError(
                 f"algorithm.rollout_batch_size = {total} is not a multiple of {path} = {batch}"
-                f" (prompts); nearest: {nearest_values(divisors(total), batch)}; or nearest"
-                f" algorithm.rollout_batch_size: {nearest_multiples(unit, total)}"
+                f" (prompts); nearest: {base.nearest_values(base.divisors(total), batch)}; or"
+                f" nearest algorithm.rollout_batch_size: {base.nearest_multiples(unit, total)}"
             )
     largest = a.global_batch_size * a.group_size
     refuse(
@@ -131,4 +124,4 @@ def _check_sizes(config: Config) -> None:
         f"algorithm.micro_batch_size = {a.micro_batch_size} (responses) must be <="
         f" algorithm.global_batch_size x group_size = {largest}; leave it null",
     )
-    check_controller(config, responses, "algorithm.rollout_batch_size x group_size")
+    base.check_controller(config, responses, "algorithm.rollout_batch_size x group_size")

@@ -35,7 +35,7 @@ from embodied_ppo.policies import lora
 from embodied_ppo.policies.backbone import VECTOR
 from embodied_ppo.policies.decoder import run_layer
 from embodied_ppo.policies.fusion import eagerly, normalise
-from embodied_ppo.policies.vla import pi0_files
+from embodied_ppo.policies.vla import pi0_files, vla_policy
 from embodied_ppo.policies.vla.flow_matching import Field, Flow, learned_log_std
 from embodied_ppo.policies.vla.pi0_files import Published, Statistics
 from embodied_ppo.policies.vla.prefix import (
@@ -48,12 +48,6 @@ from embodied_ppo.policies.vla.prefix import (
 )
 from embodied_ppo.policies.vla.published_weights import PublishedTensor, Rename, save, substitute
 from embodied_ppo.policies.vla.trunk import WORDS, ObservationEncoder, pad_rows
-from embodied_ppo.policies.vla.vla_policy import (
-    ValueHead,
-    action_size,
-    check_units,
-    encode_in_parts,
-)
 
 PAD = -1
 """Id of padding words."""
@@ -299,7 +293,7 @@ class PI0(Flow, lora.Adapted):
         published = pi0_files.resolve(published, self.kind, config)
         self.set_prompt(bool(published.discrete_state))
         sizes = published.model.config
-        self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
+        self.chunk, self.size = chunk, vla_policy.action_size(action_spec, chunk, config)
         self._check_options(config, sizes)
         self.configure_chain(config, horizon=sizes.chunk_size, padded=sizes.max_action_dim)
         body = published.model
@@ -318,14 +312,14 @@ class PI0(Flow, lora.Adapted):
             inner = (nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, 64), nn.SiLU())
             self.scale = nn.Sequential(*inner, nn.Linear(64, self.padded))
         self.width = sizes.vlm_config.text_config.hidden_size
-        self.value_head = ValueHead(
+        self.value_head = vla_policy.ValueHead(
             self.width + sizes.max_state_dim, config.detach_value, values=values
         )
         self.statistics: Statistics | None = None
         if published.action is not None:
             label = f"model.checkpoint={config.checkpoint}"
             self.statistics = published.action.first(self.size, "actions", label)
-            check_units(action_spec, config, mapping)
+            vla_policy.check_units(action_spec, config, mapping)
         vectors = self.trunk.encoder.vector_size
         if published.relative:
             self.trunk.relative = _relative_dimensions(published.relative, self.size, vectors)
@@ -497,7 +491,7 @@ class PI0(Flow, lora.Adapted):
             named |= {VALID: result.valid, POOLED: result.pooled, VECTOR: result.state}
             return named if result.origin is None else named | {ORIGIN: result.origin}
 
-        return encode_in_parts(prefix, inputs, FROZEN_ROWS) or {}
+        return vla_policy.encode_in_parts(prefix, inputs, FROZEN_ROWS) or {}
 
     def encode_context(self, inputs: dict[str, Tensor]) -> PrefixCache:
         """See ``VLAPolicy.encode_context``."""

@@ -37,19 +37,12 @@ from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import lora
 from embodied_ppo.policies.backbone import channels_first_shape
-from embodied_ppo.policies.vla import openvla_files, openvla_heads, published_weights
+from embodied_ppo.policies.vla import openvla_files, openvla_heads, published_weights, vla_policy
 from embodied_ppo.policies.vla.action_tokens import Tokens
 from embodied_ppo.policies.vla.gaussian import Gaussian
 from embodied_ppo.policies.vla.openvla import OpenVLA, OpenVLABody
 from embodied_ppo.policies.vla.openvla_files import ActionTokens
 from embodied_ppo.policies.vla.trunk import Grounding, ObservationEncoder
-from embodied_ppo.policies.vla.vla_policy import (
-    ValueHead,
-    VLAPolicy,
-    action_size,
-    check_units,
-    encode_in_parts,
-)
 
 VALUE_UNITS = 512
 """Largest hidden layer of the value head, as in RLinf."""
@@ -83,7 +76,7 @@ class VisionEncoder(ObservationEncoder):
         return torch.stack([inputs[name] for name in self.names], dim=1)
 
 
-class PublishedVLA(VLAPolicy, lora.Adapted):
+class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
     """Policy on a published model, see the module's description; subclasses add the action head."""
 
     FROZEN_ROWS = 64
@@ -125,7 +118,7 @@ class PublishedVLA(VLAPolicy, lora.Adapted):
         self.state: ActionTokens | None = None
         """Statistics of the robot's state, None: it is not used."""
         self.closes = closes
-        self.chunk, self.size = chunk, action_size(action_spec, chunk, config)
+        self.chunk, self.size = chunk, vla_policy.action_size(action_spec, chunk, config)
         self.temperature = config.temperature
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.rank = config.lora_rank
@@ -140,10 +133,10 @@ class PublishedVLA(VLAPolicy, lora.Adapted):
             self.state = ActionTokens.from_config(
                 self.body.body.config, config.unnorm_key, "proprio"
             )
-        check_units(action_spec, config, mapping)
+        vla_policy.check_units(action_spec, config, mapping)
         self.width = width = self.body.hidden_size
         self.build_head(config)
-        self.value_head = ValueHead(
+        self.value_head = vla_policy.ValueHead(
             width, config.detach_value, min(4 * width, VALUE_UNITS), values=values
         )
         # ``train`` does nothing, so switch off the dropout that some models have once.
@@ -274,7 +267,9 @@ class PublishedVLA(VLAPolicy, lora.Adapted):
             return inputs | {"/images": images}
         encode = lambda part: self._encode_images(part["images"])
         parts = {"images": images}
-        features = encode_in_parts(encode, parts, self.FROZEN_ROWS, self._feature_limit())
+        features = vla_policy.encode_in_parts(
+            encode, parts, self.FROZEN_ROWS, self._feature_limit()
+        )
         return inputs | ({"/images": images} if features is None else features)
 
     def _feature_limit(self) -> float:
