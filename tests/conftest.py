@@ -28,9 +28,8 @@ from embodied_ppo.data import synthetic_tasks
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.load_profile("default")
 
-collect_ignore = [
-    "extras"
-]  # packages of their own: make test-mjlab, make test-libero, make test-trackers, .. (Makefile)
+# packages of their own: make test-mjlab, make test-libero, make test-trackers, .. (Makefile)
+collect_ignore = ["extras"]
 
 LONGEST_FILES = (
     "core/test_compile.py",

@@ -342,9 +342,8 @@ def test_compiled_run_repeats_and_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Compiled from update 3 of 8 (acting: 6), with a cold and a warm cache, and after a resume."""
-    monkeypatch.setattr(
-        compilation, "COMPILE_AFTER", 3 * 2 * (8 * 8 // 16)
-    )  # updates x epochs x minibatches
+    # updates x epochs x minibatches
+    monkeypatch.setattr(compilation, "COMPILE_AFTER", 3 * 2 * (8 * 8 // 16))
     base_config = replace(run_config(), run_dir=str(tmp_path / "whole"), save_every=2)
     assert compilation.compile_from(base_config, torch.device("cpu"), pytest.fail)[0] == 3
     with monkeypatch.context() as patch:  # an execution that ends before compiles nothing

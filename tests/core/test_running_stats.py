@@ -67,9 +67,8 @@ def test_explained_variance_by_hand():
     assert running_stats.explained_variance(torch.zeros(4), returns, mask).item() == pytest.approx(
         0.0
     )
-    assert running_stats.explained_variance(-returns, returns, mask).item() == pytest.approx(
-        -3.0
-    )  # errors 2R: 1 - 4
+    # errors 2R: 1 - 4
+    assert running_stats.explained_variance(-returns, returns, mask).item() == pytest.approx(-3.0)
     assert running_stats.explained_variance(value, torch.ones(4), mask).isnan()
 
 
@@ -116,9 +115,8 @@ def test_normalize_is_identity_before_first_merge(eps):
     assert m.normalize(x, clip=5.0).tolist() == [[3.0, -5.0]]
     m.load_state_dict(RunningMoments((2,)).state_dict())  # a checkpoint from before the first merge
     assert m.normalize(x).equal(x)
-    m.update(
-        torch.full((3, 2), float("nan")), torch.zeros(3, dtype=torch.bool)
-    )  # nothing: masked rows hold anything
+    # nothing: masked rows hold anything
+    m.update(torch.full((3, 2), float("nan")), torch.zeros(3, dtype=torch.bool))
     assert m.normalize(x).equal(x) and m.count.item() == 0.0
 
 

@@ -87,9 +87,8 @@ def test_cloning_is_deterministic_and_depends_on_its_options(
     assert weights() == base
     cloning_only = weights(foresight_steps=0)
     assert len({base, cloning_only, weights(seed=1), weights(batch_size=8), weights(lr=1e-3)}) == 5
-    monkeypatch.setattr(
-        behavior_cloning, "MASKED_WORDS", 0.0
-    )  # words are masked only while the auxiliary loss is trained alone
+    # words are masked only while the auxiliary loss is trained alone
+    monkeypatch.setattr(behavior_cloning, "MASKED_WORDS", 0.0)
     assert weights() != base and weights(foresight_steps=0) == cloning_only
 
 

@@ -50,9 +50,8 @@ def test_loss_is_the_mean_over_response_tokens() -> None:
     for prompt, response in EXAMPLES[:4]:
         with torch.no_grad():
             logits = policy.model(input_ids=torch.tensor([[*prompt, *response]])).logits[0]
-        for k, token in enumerate(
-            response
-        ):  # token k of the response is predicted at the position before it
+        # token k of the response is predicted at the position before it
+        for k, token in enumerate(response):
             total -= float(logits[len(prompt) + k - 1].log_softmax(-1)[token])
             count += 1
     assert count == 2 + 3 + 1 + 4

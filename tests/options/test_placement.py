@@ -240,9 +240,8 @@ def test_memory_refusal_contains_the_sum() -> None:
     def of(memory: int, kind: str = "cuda") -> Plan:
         return plan("colocated", Hardware((2,), kind, memory=memory))
 
-    check_memory(
-        of(14_000_000_000), NEEDS
-    )  # 11 GB for the actor while the others are offloaded, and three contexts
+    # 11 GB for the actor while the others are offloaded, and three contexts
+    check_memory(of(14_000_000_000), NEEDS)
     check_memory(plan("colocated", Hardware((2,), "cuda")), NEEDS)  # unknown memory is not checked
     with pytest.raises(PlacementError) as caught:
         check_memory(of(13_000_000_000), NEEDS)

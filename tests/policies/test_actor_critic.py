@@ -230,9 +230,8 @@ def test_observation_normaliser():
     observation = observe("dict", 50)
     assert isinstance(observation, dict)
     joined = torch.cat([observation["joints"], observation["goal"]], 1)
-    torch.testing.assert_close(
-        policy.encode(observation)[VECTOR], joined.clamp(-2, 2)
-    )  # without statistics: unchanged
+    # without statistics: unchanged
+    torch.testing.assert_close(policy.encode(observation)[VECTOR], joined.clamp(-2, 2))
     mask = torch.arange(50) < 30
     observation["joints"][30:] = 1e9  # masked rows have no effect
     policy.observe(observation, mask)

@@ -168,10 +168,8 @@ def test_packed_rows_agree_with_padded_rows(kind: str, more: dict[str, Any]) -> 
         decoder.packed(ids, place, partial(separate_rows, decoder)),
     )
     torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
-    weight, some = (
-        policy.model.model.embed_tokens.weight,
-        torch.randn_like(padded),
-    )  # Σx² is constant: x is normalised
+    # Σx² is constant: x is normalised
+    weight, some = (policy.model.model.embed_tokens.weight, torch.randn_like(padded))
     grads = [torch.autograd.grad((x * some).sum(), weight)[0] for x in (packed, padded)]
     assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-5
 

@@ -93,12 +93,8 @@ def test_gae_by_hand():
         (1, 0, "never", 2 - 3.0),
         (0, 1, "never", 2 - 3.0),
         (0, 0, "never", 2 + 0.5 * 10 - 3.0 + 0.25 * 100),
-        (
-            0,
-            0,
-            "always",
-            2 + 0.5 * 10 - 3.0 + 0.25 * 100,
-        ),  # and only here the carry passes: δ of the next row is 100
+        # and only here the carry passes: δ of the next row is 100
+        (0, 0, "always", 2 + 0.5 * 10 - 3.0 + 0.25 * 100),
     ],
 )
 def test_gae_at_episode_ends(terminated, truncated, bootstrap_type, expected):
@@ -224,9 +220,8 @@ def test_gae_ignores_reset_row():
     without = {name: x[[0, 1, 3]] for name, x in with_dummy.items()}
     advantage = advantages.gae(**with_dummy, **GAMMA)[0]
     assert advantage[[0, 1, 3]].equal(advantages.gae(**without, **GAMMA)[0])
-    assert advantage[1].item() == pytest.approx(
-        2 + 0.99 * 9 - 1
-    )  # the value of the final observation
+    # the value of the final observation
+    assert advantage[1].item() == pytest.approx(2 + 0.99 * 9 - 1)
 
 
 def test_gae_ignores_masked_tokens_inside_response():
@@ -286,10 +281,8 @@ def test_length_adaptive_gae_equals_the_reference_on_ragged_batches(seed):
 
 def test_gae_before_masked_tail_uses_own_next_value():
     cut = column(reward=[1.0, 0.0], value=[2.0, 30.0], next_value=[4.0, 50.0], mask=[1, 0])
-    assert advantages.gae(**cut, gamma=0.5, gae_lambda=0.9)[0].flatten().tolist() == [
-        1.0,
-        0.0,
-    ]  # 1 + ½·4 − 2
+    # 1 + ½·4 − 2
+    assert advantages.gae(**cut, gamma=0.5, gae_lambda=0.9)[0].flatten().tolist() == [1.0, 0.0]
 
 
 def test_results_carry_no_gradient():

@@ -368,9 +368,8 @@ def test_value_loss_equals_reference(elements, clip, delta):
 # -------------------------------------------------------------------------------------- aggregation
 def test_aggregate_by_hand():
     x = torch.tensor([[1.0, 10.0, 7.0], [2.0, 99.0, 7.0], [3.0, 99.0, 7.0]])
-    mask = torch.tensor(
-        [[1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool
-    )  # 3 tokens, 1 token, an empty sequence
+    # 3 tokens, 1 token, an empty sequence
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
     by_hand = {
         "token-mean": 16 / 4,  # (1 + 2 + 3 + 10)/4
         "seq-mean-token-sum": (6 + 10) / 2,  # the empty sequence does not count
@@ -476,11 +475,8 @@ def test_off_policy_weight_by_hand():
     )
     mask = torch.tensor([[1, 1], [1, 1], [0, 0]], dtype=torch.bool)
     token = losses.off_policy_weight(trainer, rollout, mask, kind="token")
-    expected = [
-        [math.exp(0.3), math.exp(0.1)],
-        [math.exp(-0.5), 2.0],
-        [1.0, 1.0],
-    ]  # e^5 is capped at 2
+    # e^5 is capped at 2
+    expected = [[math.exp(0.3), math.exp(0.1)], [math.exp(-0.5), 2.0], [1.0, 1.0]]
     torch.testing.assert_close(token, torch.tensor(expected))
     # columns: 0.3 − 0.5 = −0.2 and 0.1 + 5 = 5.1, capped
     sequence = losses.off_policy_weight(trainer, rollout, mask, kind="sequence", cap=3.0)

@@ -91,9 +91,8 @@ def test_return_scaler_by_hand():
     assert s.moments.mean.item() == pytest.approx(4.0) and s.moments.count.item() == 3
     assert s.std.item() == pytest.approx((8 / 3) ** 0.5)
     assert s.running.item() == 6.0
-    s.update(
-        torch.tensor([[1.0]]), torch.tensor([[True]]), torch.tensor([[True]]), 0.5
-    )  # 1 + ½·6 = 4, done
+    # 1 + ½·6 = 4, done
+    s.update(torch.tensor([[1.0]]), torch.tensor([[True]]), torch.tensor([[True]]), 0.5)
     assert s.moments.var.item() == pytest.approx(8 / 4) and s.running.item() == 0.0
 
 

@@ -440,9 +440,8 @@ def test_every_epoch_is_a_fresh_permutation(unit):
     assert len({tuple(order) for order in orders}) == 6
     if unit == "column":  # a minibatch is two whole columns
         assert all({i % N for i in order[:16]} == {order[0] % N, order[1] % N} for order in orders)
-    generator = torch.Generator().manual_seed(
-        sampling_key(0, 1, "shuffle", 2)
-    )  # (seed, update, stage, epoch)
+    # (seed, update, stage, epoch)
+    generator = torch.Generator().manual_seed(sampling_key(0, 1, "shuffle", 2))
     if unit == "step":
         assert orders[5] == torch.randperm(T * N, generator=generator).tolist()
 
@@ -624,9 +623,8 @@ def test_max_grad_norm():
     free = make(PLAIN)
     unclipped = gradients(free)
     free.update(t, update=0)
-    norm = math.hypot(
-        metrics["policy/grad_norm"], metrics["value/grad_norm"]
-    )  # reported before clipping
+    # reported before clipping
+    norm = math.hypot(metrics["policy/grad_norm"], metrics["value/grad_norm"])
     assert norm == pytest.approx(unclipped[0].norm().item(), rel=1e-5) and norm > 0.05
     torch.testing.assert_close(recorded[0] * norm / 0.05, unclipped[0], rtol=1e-3, atol=1e-6)
 
@@ -837,9 +835,8 @@ def test_group_advantages(adv_type):
         make({"adv_type": adv_type, "group_size": 4, "normalize_advantages": False}),
     )
     raw.update(t, update=0)
-    assert any(
-        not torch.equal(x, before[name]) for name, x in weights(raw).items()
-    )  # the option is read
+    # the option is read
+    assert any(not torch.equal(x, before[name]) for name, x in weights(raw).items())
 
 
 # --------------------------------------------------------------------------------------- checkpoint

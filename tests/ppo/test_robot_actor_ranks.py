@@ -148,9 +148,8 @@ def assert_equal(
     weights_of_ranks, metrics = learned(world, options, trajectory, **arguments)
     for name, x in single[0].items():
         for other in weights_of_ranks:
-            assert torch.equal(other[name], weights_of_ranks[0][name]), (
-                name
-            )  # the same on every rank, bit for bit
+            # the same on every rank, bit for bit
+            assert torch.equal(other[name], weights_of_ranks[0][name]), name
         torch.testing.assert_close(weights_of_ranks[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
     for update in range(2):
         one, many = (

@@ -118,9 +118,8 @@ def test_options_page_has_every_option(site: Path) -> None:
     ids, text = Tags(page).ids, page.read_text(encoding="utf-8")
     assert set(describe(Config)) <= ids
     assert {f"evaluate-{path}" for path in describe(EvaluateConfig)} <= ids
-    assert (
-        "a finite number &gt;= 0 and &lt;= 1" in text and "default <code>0.99</code>" in text
-    )  # gamma
+    # gamma
+    assert "a finite number &gt;= 0 and &lt;= 1" in text and "default <code>0.99</code>" in text
     assert "aliases: <code>algorithm.lam</code>" in text
 
 

@@ -88,9 +88,8 @@ def test_rows_equal_tensorboard_points(tmp_path):
     assert points.keys() == expected.keys()
     for tag, series in expected.items():
         assert [p[0] for p in points[tag]] == [p[0] for p in series]
-        assert [p[1] for p in points[tag]] == pytest.approx(
-            [p[1] for p in series], rel=1e-6
-        )  # float32
+        # float32
+        assert [p[1] for p in points[tag]] == pytest.approx([p[1] for p in series], rel=1e-6)
 
 
 def test_run_resumed_within_a_second_keeps_its_points(tmp_path, monkeypatch):

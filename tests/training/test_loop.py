@@ -111,9 +111,8 @@ def test_collect_update_publish(tmp_path):
 @pytest.mark.parametrize("max_lag", [0, 2, 9])
 def test_max_lag(tmp_path, max_lag):
     calls, rows, _ = train(tmp_path, 5, max_lag=max_lag)
-    assert only(calls, "collect") == [
-        (u,) for u in range(5)
-    ]  # each once, none beyond the last update
+    # each once, none beyond the last update
+    assert only(calls, "collect") == [(u,) for u in range(5)]
     assert only(calls, "update") == [(u, u) for u in range(5)]  # the oldest first
     ahead = [
         len(only(calls[:i], "collect")) - len(only(calls[:i], "update"))

@@ -46,9 +46,8 @@ def velocities(env: Any, steps: int) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize(
-    "stage", ["velocity", pytest.param("forces", marks=pytest.mark.slow)]
-)  # two engines
+# two engines
+@pytest.mark.parametrize("stage", ["velocity", pytest.param("forces", marks=pytest.mark.slow)])
 def test_base_velocity_changes_by_the_size_at_the_interval(stage: str) -> None:
     n, steps = 300, 39
     env = make(n, kwargs={"stage": stage})

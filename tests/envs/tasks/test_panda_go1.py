@@ -160,9 +160,8 @@ def test_panda_observation() -> None:
     s = pick([0.6, 0.1, 0.05], [0.5, 0.0, 0.25], [0.6, 0.0, 0.35], 0.03)
     s["qpos"][0, :7], s["qvel"][0, :7] = torch.arange(7.0), 10 + torch.arange(7.0)
     s["ctrl"] = s["qpos"][:, :8] + 0.5
-    s["qpos"][0, 12:] = torch.tensor(
-        [math.cos(math.pi / 4), 0, 0, math.sin(math.pi / 4)]
-    )  # a quarter turn about z
+    # a quarter turn about z
+    s["qpos"][0, 12:] = torch.tensor([math.cos(math.pi / 4), 0, 0, math.sin(math.pi / 4)])
     obs = task.observe(s)[0]
     assert obs.shape == (39,)
     assert obs[:8].tolist() == [*range(7), 0.03] and obs[8:15].tolist() == [*range(10, 17)]
@@ -232,10 +231,8 @@ def test_go1_reward_by_hand() -> None:
         return {k: x for k, x in values.items() if x and not k.startswith(("error_", "command_"))}
 
     still = walk([0.0, 0.0, 0.0], dog)
-    assert terms(still, still) == {
-        "tracking_lin_vel": 1.0,
-        "tracking_ang_vel": 0.5,
-    }  # the command is to stand
+    # the command is to stand
+    assert terms(still, still) == {"tracking_lin_vel": 1.0, "tracking_ang_vel": 0.5}
     assert float(dog.reward(still, still, nothing)) == 1.5
     s = walk([0.3, 0.4, 1.0], dog)  # 0.5 m/s and 1 rad/s missing: exp(-4 · 0.25), exp(-4 · 1) / 2
     assert terms(s, s) == pytest.approx(

@@ -59,9 +59,8 @@ def test_splits_share_no_combination_and_no_sentence() -> None:
     sentences = [
         [x for xs in split.values() for x in xs] for split in (train, combination, wording)
     ]
-    assert len({x for xs in sentences for x in xs}) == sum(
-        map(len, sentences)
-    )  # each sentence occurs once
+    # each sentence occurs once
+    assert len({x for xs in sentences for x in xs}) == sum(map(len, sentences))
     assert len(ALL) >= 10
 
 
@@ -76,10 +75,8 @@ def test_sentence_names_the_arguments_of_the_combination(split: str) -> None:
         assert task.names[kind] == c.family
         arguments = [word for word in text.split() if word in (*COLOURS, *DIRECTIONS)]
         assert set(arguments) == set(c.words().values())
-        assert arguments == list(c.words().values()) or c.family in (
-            "clear",
-            "sort",
-        )  # in the order a, b, z
+        # in the order a, b, z
+        assert arguments == list(c.words().values()) or c.family in ("clear", "sort")
     assert len(s["kind"].unique()) == len(ALL) and len(s["instruction"].unique()) > 0.9 * len(
         task.instructions
     )

@@ -92,13 +92,11 @@ def test_features_agree_with_transformers() -> None:
         features = body.features(pixels)
         dino = body.dino(pixels[:, :3], output_hidden_states=True).hidden_states
         siglip = body.siglip(pixels[:, 3:], output_hidden_states=True).hidden_states
-    assert (
-        len(dino) == 3 + 1 and len(siglip) == 4 + 1
-    )  # the input of the first layer and the output of each
+    # the input of the first layer and the output of each
+    assert len(dino) == 3 + 1 and len(siglip) == 4 + 1
     assert features.shape == (2, P, 16 + 24)
-    torch.testing.assert_close(
-        features[..., :16], dino[-2][:, 1 + 4 :], rtol=1e-5, atol=1e-5
-    )  # class and register tokens
+    # class and register tokens
+    torch.testing.assert_close(features[..., :16], dino[-2][:, 1 + 4 :], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(features[..., 16:], siglip[-2], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(dino[-1], dino[-2], atol=0.1) and not torch.allclose(
         siglip[-1], siglip[-2], atol=0.1

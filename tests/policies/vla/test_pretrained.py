@@ -138,9 +138,8 @@ def test_parameter_groups_are_disjoint_and_complete(
     }
     if "lora_rank" in options:
         assert all("lora_" in name or name in ("body.head", "body.query") for name in names)
-        assert (
-            len([name for name in names if "lora_" in name]) == 2 * 2 * 7
-        )  # layers x (A, B) x linear layers
+        # layers x (A, B) x linear layers
+        assert len([name for name in names if "lora_" in name]) == 2 * 2 * 7
     vision = {id(p) for p in policy.body.vision_parameters()}
     assert bool(vision & set(ids)) == (not options)
     inputs = policy.encode(observations())
@@ -148,9 +147,8 @@ def test_parameter_groups_are_disjoint_and_complete(
     out = policy.evaluate(inputs, d.action, d.replay)
     (out.log_prob.sum() + out.value.sum()).backward()
     without_gradient = {name for name in names if policy.get_parameter(name).grad is None}
-    assert all(
-        ".vision_tower." in name for name in without_gradient
-    )  # SigLIP's pooling, which PaliGemma does not read
+    # SigLIP's pooling, which PaliGemma does not read
+    assert all(".vision_tower." in name for name in without_gradient)
 
 
 @pytest.mark.slow
