@@ -96,9 +96,8 @@ def test_message_survives_pack_send_and_unpack(value: Any) -> None:
     assert len(data) == PREFIX.size + length + size
     payload = torch.frombuffer(bytearray(data[PREFIX.size + length :] or b"\0"), dtype=torch.uint8)
     back = unpack(data[PREFIX.size : PREFIX.size + length], payload)
-    assert (back.method, back.target, back.data) == (m.method, m.target, m.data) and equal(
-        back.value, value
-    )
+    assert (back.method, back.target, back.data) == (m.method, m.target, m.data)
+    assert equal(back.value, value)
     left, right = connected_sockets()
     a, b = Connection(left, "b", 5.0), Connection(right, "a", 5.0)
     sender = threading.Thread(target=lambda: [a.send(m), a.send(m)])

@@ -64,9 +64,8 @@ def test_buckets_contain_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> 
     for size, count in ((1, 6), (64, 3), (1 << 20, 1)):
         monkeypatch.setattr(weight_sync, "BUCKET", size)
         parts = list(sent.buckets())
-        assert len(parts) == count and all(
-            len(p.tensors) == 1 or p.layout.total <= size for p in parts
-        )
+        assert len(parts) == count
+        assert all(len(p.tensors) == 1 or p.layout.total <= size for p in parts)
         assert torch.equal(torch.cat([p.pack() for p in parts]), sent.pack())
         for x in received.values():
             x.zero_()

@@ -177,13 +177,11 @@ def test_documented_commands_on_two_hosts_equal_one_host(
     assert "cpu 1   1     rank 1" in (two_hosts / "log.txt").read_text()
     assert rows(two_hosts) == rows(one_host) and len(rows(two_hosts)) == 5
     one, other = weights(two_hosts), weights(one_host)
-    assert one.keys() == other.keys() and all(
-        torch.equal(x, other[name]) for name, x in one.items()
-    )
+    assert one.keys() == other.keys()
+    assert all(torch.equal(x, other[name]) for name, x in one.items())
     assert json.loads((two_hosts / "summary.json").read_text())["updates"] == 4
-    assert (two_hosts / "reports" / "step_000004" / "report.html").exists() and list(
-        (two_hosts / "tensorboard").iterdir()
-    )
+    assert (two_hosts / "reports" / "step_000004" / "report.html").exists()
+    assert list((two_hosts / "tensorboard").iterdir())
     assert sorted(x.name for x in tmp_path.iterdir()) == ["one_host", "two_hosts"]
 
 

@@ -92,11 +92,9 @@ def test_cached_weights_are_equal_bit_for_bit(tmp_path: Path, tied: bool) -> Non
     first, second, third = (make(tie_word_embeddings=tied) for _ in range(3))
     start(first, tmp_path)
     (file,) = tmp_path.iterdir()
-    assert (
-        len(file.stem) == 20
-        and set(file.stem) <= set("0123456789abcdef")
-        and file.suffix == ".safetensors"
-    )
+    assert len(file.stem) == 20
+    assert set(file.stem) <= set("0123456789abcdef")
+    assert file.suffix == ".safetensors"
     reused, lines = start(second, tmp_path)
     assert reused and lines == [f"warm start: taken from {file}"] and same(first, second)
     reused, _ = start(third, tmp_path / "elsewhere")

@@ -99,9 +99,8 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
     shape = (7,) if actions == "discrete" else (7, 1, 3)
     assert decision.log_prob.shape == shape and decision.log_prob.dtype == torch.float32
-    assert decision.action.shape == (
-        (7,) if actions == "discrete" else (7, 3)
-    ) and decision.value.shape == (7,)
+    assert decision.action.shape == ((7,) if actions == "discrete" else (7, 3))
+    assert decision.value.shape == (7,)
     out = policy.evaluate(inputs, decision.action, decision.replay)
     assert out.log_prob.shape == out.entropy.shape == shape
     torch.testing.assert_close(out.log_prob, decision.log_prob, rtol=0, atol=1e-5)
@@ -144,9 +143,8 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
         assert decision.action.abs().max() < 1 and alpha.min() > 1 and beta.min() > 1
         assert torch.equal(mode.action, 2 * alpha / (alpha + beta) - 1)
     if distribution == "squashed_gaussian":
-        assert decision.action.abs().max() < 1 and torch.equal(
-            decision.replay["pre_squash"].tanh(), decision.action
-        )
+        assert decision.action.abs().max() < 1
+        assert torch.equal(decision.replay["pre_squash"].tanh(), decision.action)
     if out.logits is not None:
         assert torch.equal(mode.action, out.logits.argmax(-1))
 

@@ -96,9 +96,8 @@ def test_new_adapters_change_nothing_and_keep_their_keys() -> None:
         "1.0.lora_A.default.weight",
         "1.0.lora_B.default.weight",
     ]
-    assert (
-        "0.base_layer.weight" in module.state_dict() and "0.base_layer.bias" in module.state_dict()
-    )
+    assert "0.base_layer.weight" in module.state_dict()
+    assert "0.base_layer.bias" in module.state_dict()
 
 
 def test_merging_keeps_the_function() -> None:

@@ -29,9 +29,8 @@ def test_two_updates_by_hand() -> None:
     popart.update(head, torch.full((2, 1), 6.0), task, mask)
     std = math.sqrt(4.5)
     assert float(popart.mean) == 4.0 and float(popart.std()) == pytest.approx(std)
-    assert head.weight.item() == pytest.approx(1 / std) and head.bias.item() == pytest.approx(
-        -4 / std
-    )
+    assert head.weight.item() == pytest.approx(1 / std)
+    assert head.bias.item() == pytest.approx(-4 / std)
     # From the fifth rollout on β is the rate.
     for _ in range(2):
         popart.update(head, torch.full((2, 1), 4.0), task, mask)

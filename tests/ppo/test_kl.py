@@ -124,9 +124,8 @@ def test_full_by_hand_with_an_impossible_action():
     ref_logits = torch.tensor([[math.log(0.25), math.log(0.75), float("-inf")]])
     out = kl.estimate(torch.zeros(1), None, "full", logits=logits, ref_logits=ref_logits)
     # ½·ln(½/¼) + ½·ln(½/¾) = ½·(0.6931 − 0.4055) = 0.1438
-    assert out.shape == (1,) and out.item() == pytest.approx(
-        0.5 * (math.log(2) + math.log(2 / 3)), rel=1e-6
-    )
+    assert out.shape == (1,)
+    assert out.item() == pytest.approx(0.5 * (math.log(2) + math.log(2 / 3)), rel=1e-6)
     out.sum().backward()
     assert logits.grad is not None and logits.grad.isfinite().all()
 

@@ -463,9 +463,8 @@ def test_bfloat16_products_keep_float32_weights() -> None:
     assert 1e-5 < error < 0.3  # rounded it is, to 8 bits
     before = weights(rounded)
     metrics, plain = numbers(rounded.update(t, update=0)), numbers(exact.update(t, update=0))
-    assert (
-        all(x.dtype == torch.float32 for x in weights(rounded)) and differences(exact, rounded) > 0
-    )
+    assert all(x.dtype == torch.float32 for x in weights(rounded))
+    assert differences(exact, rounded) > 0
     assert any(not torch.equal(a, b) for a, b in zip(before, weights(rounded), strict=True))
     assert metrics["policy/approx_kl"] == pytest.approx(plain["policy/approx_kl"], rel=0.3)
     assert metrics["value/loss"] == pytest.approx(plain["value/loss"], rel=0.1)

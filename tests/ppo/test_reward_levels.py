@@ -325,10 +325,8 @@ def test_rlinf_options_train_unchanged(tmp_path: Path, monkeypatch: pytest.Monke
     few += ["updates=1", "evaluation.episodes=1", "run_dir=run", "threads=1"]
     assert main.main(["train", "--quiet", "--config-dir", "mine", "experiment=block", *few]) == 0
     stored = Path("run/config.yaml").read_text()
-    assert (
-        "rollout_micro_batch_size: 256" in stored
-        and "logprob_forward_micro_batch_size: 16" in stored
-    )
+    assert "rollout_micro_batch_size: 256" in stored
+    assert "logprob_forward_micro_batch_size: 16" in stored
     assert "  micro_batch_size: null" in stored
 
 

@@ -186,10 +186,8 @@ def test_micro_batch_size_does_not_change_update(options, discrete):
     if "off_policy_correction" in options:
         assert expected["policy/off_policy_weight"] != 1.0
     elif "policy_loss" not in options:
-        assert (
-            0 < expected["policy/clip_fraction"] < 1
-            and 0 < expected["policy/dual_clip_fraction"] < 1
-        )
+        assert 0 < expected["policy/clip_fraction"] < 1
+        assert 0 < expected["policy/dual_clip_fraction"] < 1
 
 
 # --------------------------------------------------------------------------------- order of rewards
@@ -354,9 +352,8 @@ def test_shifts_are_new_in_each_epoch_and_equal_in_each_run(unit):
     assert len(shifts) == 4 and all(x.shape == shape for x in shifts.values())
     assert len({x.sum().item() for x in shifts.values()}) == 4
     everything = torch.stack([*shifts.values()])
-    assert everything.abs().max() <= 0.5 and everything.abs().mean().item() == pytest.approx(
-        0.25, abs=0.03
-    )
+    assert everything.abs().max() <= 0.5
+    assert everything.abs().mean().item() == pytest.approx(0.25, abs=0.03)
     assert all(torch.equal(x, others[key]) for key, x in shifts.items())
     assert all(torch.equal(x, other_state[name]) for name, x in state.items())
 
@@ -866,11 +863,9 @@ def test_state_resumes_bit_for_bit():
     saved = torch.load(buffer, weights_only=True)
     resumed.optimizer.model.load_state_dict(saved["policy"])
     resumed.load_state(saved["learner"])
-    assert (
-        learner.optimizer.adaptive_factor != 1.0
-        and learner.kl_coef != 0.1
-        and learner.entropy_coef != 0.01
-    )
+    assert learner.optimizer.adaptive_factor != 1.0
+    assert learner.kl_coef != 0.1
+    assert learner.entropy_coef != 0.01
     a: dict[str, float] = {}
     for update in range(2, 4):
         t = experience(learner, seed=update)

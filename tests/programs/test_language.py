@@ -287,9 +287,8 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
     )
     assert counts and int(counts[1]) + int(counts[2]) == 60 and int(counts[1]) > 0 < int(counts[2])
     row = rows(Path("run"))[-1]
-    assert row["rollout/grader_failures"] == 0 and row["kl/to_reference"] == pytest.approx(
-        0, abs=1e-4
-    )
+    assert row["rollout/grader_failures"] == 0
+    assert row["kl/to_reference"] == pytest.approx(0, abs=1e-4)
     samples = json.loads(Path(summary["report_json"]).read_text())
     assert list(samples["tasks"]) == ["openai/gsm8k"]
 
@@ -534,9 +533,8 @@ def test_user_defined_grader(name: str, capsys: Capture) -> None:
     assert last["rollout/grader_failures"] == 0
     assert last["rollout/return"] >= last["rollout/length"] - 1
     assert summary["final_return"] == last["eval/return"] > 1
-    assert ("rollout/success" in last) == (name == "asynchronous") and (
-        last["eval/accuracy"] == 1
-    ) >= (name == "asynchronous")
+    assert ("rollout/success" in last) == (name == "asynchronous")
+    assert (last["eval/accuracy"] == 1) >= (name == "asynchronous")
 
 
 @pytest.mark.slow
@@ -642,9 +640,8 @@ def test_critic_warmup_does_not_change_the_actor(capsys: Capture) -> None:
         config, synthetic_tasks.tokenizer(), torch.device("cpu")
     ).state_dict()
     (first, training), (second, _) = (contents(Path("run"), update) for update in (1, 2))
-    assert first.keys() == fresh.keys() and all(
-        torch.equal(first[name], fresh[name]) for name in fresh
-    )
+    assert first.keys() == fresh.keys()
+    assert all(torch.equal(first[name], fresh[name]) for name in fresh)
     assert any(not torch.equal(second[name], fresh[name]) for name in fresh)
     critic = training["learner"]["critic_weights"]
     trunk = "decoder.base.embed_tokens.weight"
