@@ -270,7 +270,7 @@ def _record(
         )
         raw = env.raw_obs if isinstance(env, HistoryEnv) else obs
         row = {f"observation/{name}": x for name, x in named(raw).items()}
-        row |= {f"state/{name}": x for name, x in env.simulator.joint_state().items()}
+        row |= {f"state/{name}": x for name, x in env.joint_state().items()}
         row = {name: x.detach().cpu().clone() for name, x in row.items()}
         row["episode"] = episode.clone()
         row |= exported.map(action.cpu())

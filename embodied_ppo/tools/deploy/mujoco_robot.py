@@ -70,7 +70,8 @@ class MujocoRobot(Robot):
             rotation, index = np.zeros(9), names.index(frame["body"])
             mujoco.mju_quat2Mat(rotation, np.array(frame["quat"]))
             self.frames.append((prefix, index, frame, rotation.reshape(3, 3)))
-        self.delay = round(self.section["action_delay_s"] / model.opt.timestep)
+        delay_s = np.array(self.section["action_delay_s"])
+        self.delay = np.round(delay_s / model.opt.timestep).astype(int)
         self.reset()
 
     def _actuator(self, described):
@@ -116,9 +117,9 @@ class MujocoRobot(Robot):
                 data.qpos[first : first + len(joint["home"])] = joint["home"]
         data.qpos[:] = data.qpos if qpos is None else qpos
         data.qvel[:] = 0 if qvel is None else qvel
-        self.queue, self.count, self.stopped = deque(), 0, False
-        kp, kd = ([a[k] or 0.0 for a in info["actuators"]] for k in ("kp", "kd"))
-        self._set(self.section["home_target"], kp, kd)
+        self.queue, self.count, self.stopped = deque(maxlen=int(self.delay.max()) + 1), 0, False
+        kp, kd = (np.array([a[k] or 0.0 for a in info["actuators"]]) for k in ("kp", "kd"))
+        self._set(np.array(self.section["home_target"]), kp, kd)
         self.mujoco.mj_forward(model, data)
         delay, first = self.section["obs_delay"], self.measure()
         times = [-(delay - i) * self.step_s for i in range(delay + 1)]
@@ -129,8 +130,8 @@ class MujocoRobot(Robot):
         return self.history[0]
 
     def write(self, target, kp, kd):
-        """Queue targets, which act after the delay of actions in the training."""
-        self.queue.append((self.count + self.delay, np.array(target), kp, kd))
+        """Queue targets, each of which acts after the delay of its joint."""
+        self.queue.append((self.count, np.array(target), kp, kd))
 
     def stop(self):
         """Switch to damping."""
@@ -145,23 +146,27 @@ class MujocoRobot(Robot):
     def sleep(self, seconds):
         """Simulate."""
         for _ in range(round(seconds / self.model.opt.timestep)):
-            while self.queue and self.queue[0][0] <= self.count:
-                self._set(*self.queue.popleft()[1:])
+            for written, *values in self.queue:
+                self._set(*values, np.flatnonzero(written + self.delay == self.count))
             self.mujoco.mj_step(self.model, self.data)
             self.count += 1
         self.mujoco.mj_step1(self.model, self.data)  # derived fields of the new state
         self.history.append(dict(self.measure(), time_s=self.data.time))
 
-    def _set(self, target, kp, kd):
-        """Set targets and gains; the damping of a joint in the scene counts as a part of kd."""
+    def _set(self, target, kp, kd, numbers=None):
+        """Set targets and gains of all actuators, or of some numbers.
+
+        The damping of a joint in the scene counts as a part of kd.
+        """
         self.kd = kd
-        for i, x, p, d, described in zip(self.actuators, target, kp, kd, self.info["actuators"]):
-            self.data.ctrl[i] = x
+        for n in range(len(target)) if numbers is None else numbers:
+            i, described = self.actuators[n], self.info["actuators"][n]
+            self.data.ctrl[i] = target[n]
             if described["kp"] is not None:
                 dof = self.model.jnt_dofadr[self.joints[described["joint"]]]
-                d = max(0.0, d - self.model.dof_damping[dof])
-                self.model.actuator_gainprm[i, 0] = p
-                self.model.actuator_biasprm[i, 1:3] = -p, -d
+                damping = max(0.0, kd[n] - self.model.dof_damping[dof])
+                self.model.actuator_gainprm[i, 0] = kp[n]
+                self.model.actuator_biasprm[i, 1:3] = -kp[n], -damping
 
     def measure(self):
         """Return what ``Robot.read`` returns, for the current state."""
@@ -238,7 +243,9 @@ def simulate(policy, observe, scene, *, command=None, seconds=None, log=None):
     print(f"command: mean error of {', '.join(names)} (trainer; nan: not measured), seconds")
     findings = []
     for row in rows:
-        robot = MujocoRobot(info, model)
+        delay_s = row.get("action_delay_s", section["action_delay_s"])  # of the trainer's episode
+        policy.info = {**info, "robot": {**section, "action_delay_s": delay_s}}
+        robot = MujocoRobot(policy.info, model)
         trained_s, duration = min(row["seconds"]), seconds or max(row["seconds"])
         options = {"ramp_s": 0.0, "protect": False, "seconds": duration, "log": log}
         loop = RobotLoop(policy, robot, observe, command=row["command"], **options)

@@ -132,9 +132,10 @@ class RobotLoop:
         self.policy, self.robot, self.observe, self.log = policy, robot, observe, log
         info, section = policy.info, robot_section(policy.info)
         self.section, self.step_s = section, info["control"]["step_s"]
+        delay_steps = (np.array(section["action_delay_s"]) / self.step_s + 1e-6).astype(int)
         self.max_steps = None if seconds is None else round(seconds / self.step_s)
         self.ramp_s = ramp_s
-        least = (section["obs_delay"] + section["action_delay_steps"] + 3) * self.step_s
+        least = (section["obs_delay"] + delay_steps.max() + 3) * self.step_s
         self.watchdog_s = max(0.1, least + 2 * self.step_s) if watchdog_s is None else watchdog_s
         if self.watchdog_s < least:
             raise RobotError(f"--watchdog {self.watchdog_s:g}: write at least {least:g} s")
@@ -172,8 +173,9 @@ class RobotLoop:
         moves = [[a["joint"] == name for name in section["joints"]] for a in actuators]
         self.moves = np.array(moves, float)
         self.rate_limit = section["action_rate_limit"]
-        # Steps between an action and its place in the observation as "last action".
-        late = 1 + section["action_delay_steps"] + section["obs_delay"]
+        # Steps between an element of an action and its place in the observation as "last action".
+        self.action_late = 1 + delay_steps + section["obs_delay"]
+        late = int(self.action_late.max())
         self.neutral = np.clip(np.zeros(len(self.low)), self.low, self.high)
         self.home_target = np.clip(section["home_target"], self.least, self.most)
         self.actions = deque([self.neutral] * late, late)
@@ -374,7 +376,9 @@ class RobotLoop:
         Command and last action in the observation are as late as they were in the training.
         """
         self.commands.append(self.state.get("command", self.command))
-        self.state["command"], self.state["last_action"] = self.commands[0], self.actions[0]
+        self.state["command"] = self.commands[0]
+        executed = [self.actions[-late][i] for i, late in enumerate(self.action_late)]
+        self.state["last_action"] = np.array(executed)
         if self.section["phase_hz"] is not None:
             late_s = max(0, self.steps - self.section["obs_delay"]) * self.step_s
             angle = 2 * np.pi * self.section["phase_hz"] * late_s

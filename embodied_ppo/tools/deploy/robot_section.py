@@ -39,7 +39,9 @@ TRACKS = {
 
 
 def nominal_realism(realism: RealismConfig, physics_steps: int, name: str) -> RealismConfig:
-    """Return one delay of all actions, and one of observations, in the middle of the training's.
+    """Return one delay of actions, and one of observations, in the middle of the training's.
+
+    The delay that each joint has besides is drawn in each episode, as in the training.
 
     Args:
         realism: Options of the training.
@@ -49,11 +51,12 @@ def nominal_realism(realism: RealismConfig, physics_steps: int, name: str) -> Re
     late = realism.obs_delay
     if isinstance(late, Mapping):
         late = late.get(name, 0)
-    bounds = [np.broadcast_to(x, 2) for x in (realism.action_delay, realism.joint_delay)]
-    parts = 1 if all(float(x).is_integer() for x in np.ravel(bounds)) else physics_steps
-    action = np.floor(np.sum(bounds) / 2 * parts + 0.5) / parts
+    bounds = np.broadcast_to(realism.action_delay, 2)
+    parts = 1 if all(float(x).is_integer() for x in bounds) else physics_steps
+    action = np.floor(np.mean(bounds) * parts + 0.5) / parts
     return RealismConfig(
         action_delay=int(action) if parts == 1 else float(action),
+        joint_delay=realism.joint_delay,
         obs_delay=int(np.floor(np.mean(late) + 0.5)),
         action_rate_limit=realism.action_rate_limit,
     )
@@ -88,8 +91,7 @@ def describe(info: Mapping[str, Any], realism: RealismConfig) -> dict[str, Any] 
     neutral = np.fmin(np.fmax(0.0, low), high)
     target = np.array(control["offset"]) + np.array(control["scale"]) * neutral
     least, most = np.array([a["range"] or (np.nan, np.nan) for a in actuators]).T
-    action_delay = realism.action_delay
-    assert not isinstance(action_delay, tuple)
+    delay = np.mean(realism.action_delay) + np.mean(realism.joint_delay)
     commands = part["command"]["names"] if "command" in part else []
     tracks = [TRACKS.get(name) for name in commands]
     return {
@@ -105,8 +107,7 @@ def describe(info: Mapping[str, Any], realism: RealismConfig) -> dict[str, Any] 
         "sensors": list(part["sensors"]["names"]) if "sensors" in part else [],
         "command_names": list(commands),
         "tracks": [] if None in tracks else tracks,
-        "action_delay_s": action_delay * step_s,
-        "action_delay_steps": int(action_delay),
+        "action_delay_s": [float(delay) * step_s] * len(actuators),
         "obs_delay": realism.obs_delay,
         "action_rate_limit": limit,
         "tracking": [],
@@ -162,6 +163,9 @@ def measure(
         measured = list(states({k: x[own] for k, x in rows.items()}))
         state = {k: np.stack([x[k] for x in measured]) for k in measured[0]}
         empty = {"command": list(command), "errors": [], "seconds": []}
+        if "state/action_delay" in rows:  # that of each joint, in the first of the episodes
+            delay = np.broadcast_to(rows["state/action_delay"][own][0], len(info["actuators"]))
+            empty["action_delay_s"] = (delay * step_s).tolist()
         row = tracking.setdefault(tuple(command), empty)
         row["errors"].append(simulation.tracking_error(robot, command, state, step_s))
         row["seconds"].append(len(measured) * step_s)

@@ -381,6 +381,11 @@ class RealisticEnv(EnvWrapper):
         self._draw()
         return self._replaced(obs, tree.map(Tensor.clone, self._read))
 
+    def joint_state(self) -> dict[str, Tensor]:
+        """See ``VectorEnv``; "action_delay" [N, 1] or [N, A] is that of actions, control steps."""
+        late = 0 if self.late_substeps is None else self.late_substeps / self.realism.parts
+        return self.env.joint_state() | {"action_delay": self.action_delays + late}
+
     @property
     def reads_every_image(self) -> bool:
         """Whether an image is delayed or repeated, so that every step must render it."""

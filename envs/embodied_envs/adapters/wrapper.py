@@ -68,6 +68,10 @@ class EnvWrapper(VectorEnv):
         """See ``VectorEnv``."""
         return self.env.load_state(state)
 
+    def joint_state(self) -> dict[str, Tensor]:
+        """See ``VectorEnv``."""
+        return self.env.joint_state()
+
     def render(self) -> Tensor:
         """See ``VectorEnv``."""
         return self.env.render()

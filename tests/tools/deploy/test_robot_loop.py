@@ -58,7 +58,7 @@ OPTIONS: dict[str, Any] = {
 }
 DELAYS: dict[str, Any] = {
     "env.realism.action_delay": [0.5, 1.5],
-    "env.realism.joint_delay": [0, 0.5],
+    "env.realism.joint_delay": [0, 1.5],
     "env.realism.obs_delay": 1,
     "env.realism.action_rate_limit": 0.3,
 }
@@ -106,9 +106,15 @@ def command_of(policy: Policy) -> list[float]:
 def test_bundle_describes_the_robot(policy: Policy) -> None:
     robot, info = policy.info["robot"], policy.info
     assert info["format"] == 2 and info["physics"]["steps"] in (4, 5)
-    assert (robot["action_delay_steps"], robot["obs_delay"]) == (1, 1)  # 1 + 0.25 steps
-    assert robot["action_delay_s"] == pytest.approx(1.25 * 0.02, abs=0.002)
-    assert robot["action_rate_limit"] == pytest.approx([0.3] * len(info["actuators"]))
+    count = len(info["actuators"])
+    assert robot["obs_delay"] == 1
+    # In the middle 1 + 0.75 steps; each tracked episode has one of 1 to 2.5 steps for each joint.
+    assert robot["action_delay_s"] == pytest.approx([1.75 * 0.02] * count)
+    for row in robot["tracking"]:
+        delays = np.array(row["action_delay_s"])
+        assert delays.shape == (count,) and len(set(delays)) > 2
+        assert delays.min() > 0.019 and delays.max() < 0.055
+    assert robot["action_rate_limit"] == pytest.approx([0.3] * count)
     stub = (policy.folder / "my_robot.py").read_text()
     if info["task"] == "Go1Joystick":
         assert robot["not_measured"] == ["velocity"] and "estimate it" in stub
@@ -127,16 +133,13 @@ def test_bundle_describes_the_robot(policy: Policy) -> None:
 
 
 def test_mujoco_alone_gives_the_observations_and_actions_of_our_simulator(
-    robot: Path, policy: Policy
+    robot: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Same reset, command and delays, no noise: 60 steps, in which float32 rounding grows."""
+    """Same reset, command and delay of each joint, no noise: 60 steps; float32 rounding grows."""
     _, simulation, observe = load(policy)
     loop_module, command = run_policy.load_file(policy.folder / "robot_loop.py"), command_of(policy)
     source, run_dir, config = trained_run.open_run(str(robot / "run"))
-    section = policy.info["robot"]
-    realism = RealismConfig(
-        action_delay=section["action_delay_s"] / 0.02, obs_delay=1, action_rate_limit=0.3
-    )
+    realism = RealismConfig(joint_delay=(0.8, 2.4), obs_delay=1, action_rate_limit=0.3)
     env_config = replace(
         environments.evaluation_env(config), realism=realism, action_mapping="none"
     )
@@ -152,6 +155,10 @@ def test_mujoco_alone_gives_the_observations_and_actions_of_our_simulator(
     simulator.hold_variables(held)
     obs, expected = env.reset(), []
     qpos, qvel = (simulator.s[k][0].clone().numpy() for k in ("qpos", "qvel"))
+    delay_s = (env.joint_state()["action_delay"][0] * 0.02).tolist()
+    assert len(set(delay_s)) > 2, delay_s
+    section = {**policy.info["robot"], "action_delay_s": delay_s}
+    monkeypatch.setattr(policy, "info", {**policy.info, "robot": section})
     for _ in range(60):
         assert isinstance(obs, torch.Tensor)
         action = policy.act(obs.numpy())
