@@ -21,37 +21,18 @@ from embodied_ppo.programs import robot, runs
 from embodied_ppo.rollout import environments
 from tests.integration.test_resume import assert_same, contents, rows
 
-GROUPED: dict[str, Any] = {
-    "env.id": "toy_envs:Grouped",
-    "env.randomize": True,
-    "env.action_chunk": 2,
-    "env.max_episode_steps": 8,
-    "env.realism.action_delay": 1,
-    "env.realism.obs_delay": [0, 2],
-    "env.realism.obs_noise": 0.01,
-    "env.realism.obs_dropout": 0.1,
-    "model.actor_obs": ["state"],
-    "model.critic_obs": ["state", "privileged"],
-    "algorithm.reward_type": "action_level",
-    "evaluation.episodes": 2,
-    "evaluation.video_episodes": 0,
-    "compile": "never",
-    "updates": 4,
-    "save_every": 2,
-}
-HIDDEN: dict[str, Any] = {
-    "env.id": "torch_tasks:hidden",
-    "env.simulator": "torch",
-    "env.num_threads": 0,
-    "env.num_envs": 64,
-    "model.hidden": [32],
-    "algorithm.horizon": 16,
-    "algorithm.global_batch_size": 256,
-    "algorithm.update_epoch": 4,
-    "algorithm.lr": 5e-3,
-    "algorithm.value_clip": None,
-    "updates": 20,
-}
+GROUPED: dict[str, Any] = run_helpers.options(
+    "env.id=toy_envs:Grouped env.randomize=true env.action_chunk=2 env.max_episode_steps=8"
+    " env.realism.action_delay=1 env.realism.obs_delay=[0,2] env.realism.obs_noise=0.01"
+    " env.realism.obs_dropout=0.1 model.actor_obs=[state] model.critic_obs=[state,privileged]"
+    " algorithm.reward_type=action_level evaluation.episodes=2 evaluation.video_episodes=0"
+    " compile=never updates=4 save_every=2"
+)
+HIDDEN: dict[str, Any] = run_helpers.options(
+    "env.id=torch_tasks:hidden env.simulator=torch env.num_threads=0 env.num_envs=64"
+    " model.hidden=[32] algorithm.horizon=16 algorithm.global_batch_size=256"
+    " algorithm.update_epoch=4 algorithm.lr=0.005 algorithm.value_clip=null updates=20"
+)
 SYMMETRIC = {"model.actor_obs": ["policy"], "model.critic_obs": ["policy"]}
 ASYMMETRIC = {"model.actor_obs": ["policy"], "model.critic_obs": ["policy", "critic"]}
 

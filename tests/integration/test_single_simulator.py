@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import single_simulators
 import torch
 
@@ -15,22 +16,11 @@ from embodied_envs.base.errors import ConfigError, TrainingError
 from embodied_ppo.tools.deploy import policy_export
 
 IDS = ["single_simulators:single/Once-v0", "single_simulators:cart"]
-OPTIONS: dict[str, Any] = {
-    "env.num_envs": 4,
-    "env.max_episode_steps": None,
-    "algorithm.horizon": 16,
-    "algorithm.global_batch_size": 32,
-    "algorithm.update_epoch": 2,
-    "updates": 5,
-    "eval_every": 2,
-    "save_every": 1,
-    "keep_last": 9,
-    "evaluation.env": "training",
-    "evaluation.episodes": 6,
-    "compile": "never",
-    "device": "cpu",
-    "trackers": [],
-}
+OPTIONS: dict[str, Any] = run_helpers.options(
+    "env.num_envs=4 env.max_episode_steps=null algorithm.horizon=16 algorithm.global_batch_size=32"
+    " algorithm.update_epoch=2 updates=5 eval_every=2 save_every=1 keep_last=9"
+    " evaluation.env=training evaluation.episodes=6 compile=never device=cpu trackers=[]"
+)
 
 
 @pytest.fixture(autouse=True)

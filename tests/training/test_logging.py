@@ -172,19 +172,13 @@ def test_progress_lines_without_terminal(tmp_path, capsys, monkeypatch):
 
 # ---------------------------------------------------------------------------------------- every tag
 ALL_ON: dict[str, Any] = {
-    **{
-        "env.id": "toy_envs:toy_envs/Point-v0",
-        "env.num_threads": 0,
-        "eval_every": 1,
-        "save_every": 1,
-        "updates": 3,
-        "name": "all",
-    },
-    **{
-        "algorithm.clip_ratio_c": 1.2,
-        "algorithm.entropy_bonus": 0.01,
-        "algorithm.entropy_target": 1.0,
-    },
+    **run_helpers.options(
+        "env.id=toy_envs:toy_envs/Point-v0 env.num_threads=0 eval_every=1 save_every=1 updates=3"
+        " name=all"
+    ),
+    **run_helpers.options(
+        "algorithm.clip_ratio_c=1.2 algorithm.entropy_bonus=0.01 algorithm.entropy_target=1.0"
+    ),
     **{
         "algorithm.use_kl_in_reward": True,
         "algorithm.use_kl_loss": True,

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 from run_helpers import tiny_config, tiny_rollout, tiny_training
 
 from embodied_envs.base.errors import TrainingError
@@ -21,15 +22,10 @@ from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.tools.state_differences import state_differences
 from embodied_ppo.training import checkpoint
 
-TINY = {
-    "env.id": "InvertedPendulum-v4",
-    "updates": 6,
-    "pipeline": True,
-    "algorithm.off_policy_correction": "token",
-    "algorithm.reward_norm": "running",
-    "evaluation.episodes": 4,
-    "evaluation.num_envs": 4,
-}
+TINY = run_helpers.options(
+    "env.id=InvertedPendulum-v4 updates=6 pipeline=true algorithm.off_policy_correction=token"
+    " algorithm.reward_norm=running evaluation.episodes=4 evaluation.num_envs=4"
+)
 
 
 def config(run_dir: Path, **changes: Any) -> Config:

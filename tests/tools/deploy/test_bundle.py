@@ -161,14 +161,11 @@ def test_run_policy_needs_neither_torch_nor_the_package(cheetah: Path) -> None:
     [
         {"env.id": "CartPole-v1"},
         {"env.id": "toy_envs:Grouped", "env.obs_keys": ["state"], "model.distribution": "beta"},
-        {
-            "env.id": "toy_envs:Grouped",
-            "env.action_chunk": 2,
-            "env.max_episode_steps": 40,
-            "model.actor_obs": ["state"],
-            "model.critic_obs": ["state", "privileged"],
-            "model.distribution": "squashed_gaussian",
-        },
+        run_helpers.options(
+            "env.id=toy_envs:Grouped env.action_chunk=2 env.max_episode_steps=40"
+            " model.actor_obs=[state] model.critic_obs=[state,privileged]"
+            " model.distribution=squashed_gaussian"
+        ),
     ],
 )
 def test_choices_chunks_and_groups(options: dict[str, Any], tmp_path: Path) -> None:

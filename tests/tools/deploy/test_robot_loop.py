@@ -18,6 +18,7 @@ from typing import Any
 import mujoco
 import numpy as np
 import pytest
+import run_helpers
 import torch
 from tools.deploy.test_bundle import CHEETAH, pytestmark, train
 from toy_robots import QUADRUPED
@@ -48,20 +49,14 @@ MESH = """<compiler meshdir="meshes"/><asset><mesh file="rock.obj"/><mesh file="
     <worldbody><geom name="rock" type="mesh" mesh="rock" pos="3 3 1"/>
     <geom name="moss" type="mesh" mesh="moss" pos="3 3 1" contype="0" conaffinity="0"/>"""
 ROCK = "v 0 0 0\nv 1 0 0\nv 0 1 0\nv 0 0 1\nf 1 3 2\nf 1 2 4\nf 2 3 4\nf 1 4 3\n"
-OPTIONS: dict[str, Any] = {
-    "env.max_episode_steps": 100,
-    "evaluation.episodes": 1,
-    "evaluation.video_episodes": 0,
-    "compile": "never",
-    "updates": 1,
-    "model.init_log_std": -3.0,
-}
-DELAYS: dict[str, Any] = {
-    "env.realism.action_delay": [0.5, 1.5],
-    "env.realism.joint_delay": [0, 1.5],
-    "env.realism.obs_delay": 1,
-    "env.realism.action_rate_limit": 0.3,
-}
+OPTIONS: dict[str, Any] = run_helpers.options(
+    "env.max_episode_steps=100 evaluation.episodes=1 evaluation.video_episodes=0 compile=never"
+    " updates=1 model.init_log_std=-3.0"
+)
+DELAYS: dict[str, Any] = run_helpers.options(
+    "env.realism.action_delay=[0.5,1.5] env.realism.joint_delay=[0,1.5] env.realism.obs_delay=1"
+    " env.realism.action_rate_limit=0.3"
+)
 
 
 @pytest.fixture(scope="module", params=["Go1Joystick", "Stand"])
