@@ -25,18 +25,14 @@ from embodied_envs.base.errors import ProcessLost
 Value = Tensor | dict[str, Any] | None
 """A tensor, None, or a dictionary of values, nested to any depth."""
 
-ALIGN = 16
-"""Alignment of each tensor in the payload, bytes."""
+ALIGN = 16  # alignment of each tensor in the payload, bytes
 HELLO = struct.Struct("<32s96s")
 """Greeting: SHA-256 of the secret, caller's name; nothing is parsed before it is verified."""
 PREFIX = struct.Struct("<QQ")
 """Size of the JSON header and size of the tensor payload, bytes."""
-GREETING_S = 5.0
-"""Time limit of waiting for a caller's greeting, seconds."""
-BUFFER = 4 << 20
-"""Socket buffer, bytes. An action always fits, so that both ends may send at once."""
-SIOCGIFADDR = 0x8915
-"""Linux ioctl: the IPv4 address of a network interface."""
+GREETING_S = 5.0  # time limit of waiting for a caller's greeting, seconds
+BUFFER = 4 << 20  # Socket buffer, bytes. An action always fits, so that both ends may send at once.
+SIOCGIFADDR = 0x8915  # Linux ioctl: the IPv4 address of a network interface
 
 
 @dataclass(frozen=True)
@@ -127,8 +123,7 @@ class Connection:
             timeout_s: Time limit of each send and receive.
         """
         self.socket, self.peer, self.timeout_s = sock, peer, timeout_s
-        self.waited_s = 0.0
-        """Time spent so far waiting for a message to begin."""
+        self.waited_s = 0.0  # time spent so far waiting for a message to begin
         sock.settimeout(timeout_s)
         # Without TCP_NODELAY a small request waits for the acknowledgement of the previous one
         # (Nagle).
@@ -246,8 +241,7 @@ class Exchange:
             timeout_s: Time limit of waiting for a request, and of each send and receive.
         """
         self.secret, self.timeout_s = secret, timeout_s
-        self.waited_s = 0.0
-        """Time spent so far waiting for requests."""
+        self.waited_s = 0.0  # time spent so far waiting for requests
         self.listening = socket.create_server((host, 0))
         # A caller may disconnect between select and accept; a blocking accept would then wait for
         # the next caller.
@@ -363,8 +357,7 @@ class Client:
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.targets = 0
-        """Number of targets so far."""
+        self.targets = 0  # number of targets so far
         self._replies: dict[int, deque[Message]] = defaultdict(deque)
 
     def new_target(self) -> int:

@@ -31,8 +31,7 @@ from embodied_ppo.options.schema import ClusterConfig
 
 SHARE = 1 / 64
 """Share of a device's bundle that a process reserves; up to 64 processes fit on a device."""
-CLOSE_TIMEOUT_S = 3.0
-"""Time limit for processes to close what they hold, seconds."""
+CLOSE_TIMEOUT_S = 3.0  # time limit for processes to close what they hold, seconds
 
 
 class ClusterProcesses:

@@ -84,16 +84,12 @@ class ClusterSystem(RunSystem):
         """
         super().__init__(records)
         self.plan, self.options, self.notice = plan, options, notice
-        self.facts: dict[str, Any] = {}
-        """Facts for the run's summary."""
+        self.facts: dict[str, Any] = {}  # facts for the run's summary
         self.moved_bytes = 0
         """Bytes that each ``publish`` transfers to all rollout processes together."""
-        self.training_cpu_s = 0.0
-        """CPU seconds of the processes' training calls since the start."""
-        self.swap_s = 0.0
-        """Seconds of offloading and loading since the last update."""
-        self.wall_s = 0.0
-        """Wall time of training since the last update, seconds."""
+        self.training_cpu_s = 0.0  # CPU seconds of the processes' training calls since the start
+        self.swap_s = 0.0  # seconds of offloading and loading since the last update
+        self.wall_s = 0.0  # wall time of training since the last update, seconds
         self.busy_s = [0.0] * plan.hardware.total
         """Busy seconds of each device since the last update."""
         self.residency = Residency(plan)

@@ -63,10 +63,8 @@ StoreRef: TypeAlias = Any
 """Reference to an object in Ray's store. As an argument of a call it is replaced by the object."""
 Address: TypeAlias = tuple[str, int]
 """Host and port."""
-LOOPBACK = "127.0.0.1"
-"""Address that processes listen on where all of them are on one machine."""
-OWN_GPU = 0
-"""Index of the GPU of a process, which is the only one that Ray makes visible to it."""
+LOOPBACK = "127.0.0.1"  # address that processes listen on where all of them are on one machine
+OWN_GPU = 0  # index of the GPU of a process, which is the only one that Ray makes visible to it
 CHECK_EVERY_S = 10.0
 """Interval between checks that processes that are waited for are alive, seconds."""
 SELF_EXPLANATORY = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
@@ -173,8 +171,7 @@ class RayWorker:
         self.exchange: Exchange | None = None
         self.worker: Worker | None = None
         self.store: Any = None
-        self.groups: dict[str, Any] = {}
-        """Name -> torch.distributed process group."""
+        self.groups: dict[str, Any] = {}  # name -> torch.distributed process group
 
     def open(
         self, host: str | None, secret: str, timeout_s: float, *, serves: bool, hosts_store: bool

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.errors import PlacementError
 
-ALIGN = 16
-"""Alignment of each tensor in the buffer, bytes."""
-BUCKET = 256 << 20
-"""Bytes that are sent in one operation; bounds the extra memory of a transfer."""
+ALIGN = 16  # alignment of each tensor in the buffer, bytes
+BUCKET = 256 << 20  # bytes that are sent in one operation; bounds the extra memory of a transfer
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from embodied_envs.base.errors import shorten, show
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.core.errors import UsageError
 
-NO_COUNTERPART = "no counterpart"
-"""Label of the options that have no meaning in this package."""
+NO_COUNTERPART = "no counterpart"  # label of the options that have no meaning in this package
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

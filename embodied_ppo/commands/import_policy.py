@@ -12,10 +12,8 @@ from embodied_ppo.commands import arguments, output
 from embodied_ppo.core.errors import UsageError
 from embodied_ppo.options.compose import prepare
 
-NAMES = ("sb3", "rsl_rl", "cleanrl")
-"""Libraries, which ``tools.import_policy.libraries`` reads."""
-IMPORT_OPTIONS = ("normalizer", "critic")
-"""Options that are read here and are no options of a run."""
+NAMES = ("sb3", "rsl_rl", "cleanrl")  # Libraries, which ``tools.import_policy.libraries`` reads
+IMPORT_OPTIONS = ("normalizer", "critic")  # options that are read here and are no options of a run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

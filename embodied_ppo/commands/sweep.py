@@ -28,14 +28,10 @@ from embodied_ppo.training.progress import Interrupts
 from embodied_ppo.training.run_directory import locked, replace_text
 from embodied_ppo.training.run_files import SWEEP
 
-POLL_S = 0.2
-"""Seconds between two checks whether a process has ended."""
-FORMAT = 1
-"""Version of sweep.json. Increase it when the meaning of a field changes."""
-COMPARISON = "comparison"
-"""Folder of the comparison in the folder of a sweep."""
-TAGS = ("final_return", "final_success")
-"""Results in summary.json that are shown for each run."""
+POLL_S = 0.2  # seconds between two checks whether a process has ended
+FORMAT = 1  # Version of sweep.json. Increase it when the meaning of a field changes.
+COMPARISON = "comparison"  # folder of the comparison in the folder of a sweep
+TAGS = ("final_return", "final_success")  # results in summary.json that are shown for each run
 
 
 @dataclass(frozen=True)

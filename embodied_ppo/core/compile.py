@@ -36,12 +36,10 @@ from embodied_ppo.core.cuda_graph import CudaGraph, Example, trace
 Function: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 """A loaded library: the program's tensors in, its results out."""
 
-COMPILER_VERSION_S = 20.0
-"""Time limit of ``$CXX --version``, seconds."""
+COMPILER_VERSION_S = 20.0  # time limit of ``$CXX --version``, seconds
 DEADLINE_S = 900.0
 """Time limit of one compilation, seconds; a small network takes 15 to 40 s on one core."""
-PARENT_CHECK_S = 0.5
-"""Interval at which a compiling process checks that its run is alive, seconds."""
+PARENT_CHECK_S = 0.5  # interval at which a compiling process checks that its run is alive, seconds
 
 
 def cache_folder() -> Path:
@@ -373,8 +371,7 @@ class CompileSchedule:
         """
         self.first_compiled_update, self.start_update = first_compiled_update, start_update
         self.required, self.notice = required, notice
-        self.captures = False
-        """Whether the compiled function is a CUDA graph."""
+        self.captures = False  # whether the compiled function is a CUDA graph
         self._library: Library | None = None
         self._function: Function | None = None
         self._closed = False

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from embodied_envs.types import Obs
 
-MEMORY = "/memory"
-"""Name of the observation that is the state before it, float32 [N, S]."""
+MEMORY = "/memory"  # name of the observation that is the state before it, float32 [N, S]
 START = "/start"
 """Observation that marks first steps of episodes, bool [N]: the policy sets the state to zeros."""
 
@@ -36,8 +35,7 @@ class EpisodeMemory:
             rows: Number of environments, N.
             device: Device of the policy.
         """
-        self.size = memory_size(policy)
-        """Numbers of the state, S; 0 without memory."""
+        self.size = memory_size(policy)  # numbers of the state, S; 0 without memory
         self.state = torch.zeros(rows, self.size, device=device)
         """float32 [N, S], the state before the next observation."""
         self.start = torch.ones(rows, dtype=torch.bool, device=device)

@@ -24,8 +24,7 @@ from embodied_ppo.data.frame_table import EpisodeLocation, FrameTable
 from embodied_ppo.data.parquet import damaged, reading
 from embodied_ppo.data.video_encoder import import_ffmpeg
 
-EPISODES_AHEAD = 4
-"""Episodes that a stream decodes ahead, each in a thread."""
+EPISODES_AHEAD = 4  # episodes that a stream decodes ahead, each in a thread
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,7 @@ from embodied_ppo.data.parquet import check_pyarrow, reading
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
-KEYFRAMES = 10
-"""Distance of key frames in a video; reading one frame decodes at most this many."""
+KEYFRAMES = 10  # distance of key frames in a video; reading one frame decodes at most this many
 LOSSLESS = ("-crf", "0", "-preset", "veryfast", "-g", str(KEYFRAMES), "-bf", "0", "-f", "mp4")
 """Options of ffmpeg."""
 SAFE = "Complete files are kept: record again into the same folder to continue"
@@ -87,10 +86,8 @@ class Writer:
         check_pyarrow(self.folder)
         self._tasks: dict[str, int] = {}
         self._file = 0
-        self._rows: list[dict[str, Any]] = []
-        """Rows of meta/episodes of all complete files."""
-        self._pending: list[_Episode] = []
-        """Episodes of the incomplete file."""
+        self._rows: list[dict[str, Any]] = []  # rows of meta/episodes of all complete files
+        self._pending: list[_Episode] = []  # episodes of the incomplete file
         self._lock = self._locked()
         try:
             self._open()

@@ -50,8 +50,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
 
 
-LEFT, RIGHT, TOP, BOTTOM = 48, 350, 10, 180
-"""Size of a chart and its axes, in SVG units."""
+LEFT, RIGHT, TOP, BOTTOM = 48, 350, 10, 180  # size of a chart and its axes, in SVG units
 
 
 @dataclass(frozen=True, slots=True)

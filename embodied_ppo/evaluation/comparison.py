@@ -35,8 +35,7 @@ from embodied_ppo.evaluation import episodes
 Scores = NDArray[np.float64]
 """Scores of a method, [S, E]."""
 
-REPLICATES = 2000
-"""Replicates of a bootstrap."""
+REPLICATES = 2000  # replicates of a bootstrap
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from embodied_ppo.evaluation.charts import number, percent
 from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
 
-FORMAT = 1
-"""Version of paired.json."""
+FORMAT = 1  # version of paired.json
 
 PERTURBATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "wording": ("kwargs", {"split": "unseen_wording"}),
@@ -36,8 +35,7 @@ PERTURBATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> option of section env, and the entries that it gets. Ranges are those of
 ``embodied_envs.tabletop_bench``, in m, rad and factors."""
 
-SEEN = ("camera", "light", "distractor")
-"""Perturbations that only a policy with cameras observes."""
+SEEN = ("camera", "light", "distractor")  # perturbations that only a policy with cameras observes
 
 
 def plan(

@@ -20,8 +20,7 @@ from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.rewards.graders import Grade, Graders, extra_sums
 from embodied_ppo.training import generations
 
-EVALUATION_SAMPLES = 1 << 40
-"""First sample number of evaluations; those of training are smaller."""
+EVALUATION_SAMPLES = 1 << 40  # first sample number of evaluations; those of training are smaller
 
 
 @dataclass(frozen=True)

@@ -29,17 +29,14 @@ from embodied_ppo.evaluation.video import Video
 from embodied_ppo.training.run_directory import replace_text
 from embodied_ppo.training.run_files import METRICS, metric_rows
 
-FORMAT = 1
-"""Version of report.json; it changes when a field changes its meaning."""
+FORMAT = 1  # version of report.json; it changes when a field changes its meaning
 
-EPISODES_SHOWN = 500
-"""Number of rows of the page's table of episodes; report.json has all episodes."""
+EPISODES_SHOWN = 500  # number of rows of the page's table of episodes; report.json has all episodes
 
 COMMAND_RANGES = 8
 """Ranges of equal width of the values of a command, in each of which its error is reported."""
 
-SAMPLE_SHOWN = 600
-"""Characters of a sample's text on the page; report.json has the complete text."""
+SAMPLE_SHOWN = 600  # characters of a sample's text on the page; report.json has the complete text
 
 Unit: TypeAlias = Literal["env_steps", "tokens"]
 """env_steps for a robot policy, tokens for a language model, whose episodes are responses."""

@@ -28,8 +28,7 @@ from embodied_ppo.rollout.environments import builds_once, make_env, stored_task
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.trained_run import TrainedRun
 
-VIDEO_SIZE = 640
-"""Width of a video, pixels; its height is three quarters of it."""
+VIDEO_SIZE = 640  # width of a video, pixels; its height is three quarters of it
 
 
 def measure(

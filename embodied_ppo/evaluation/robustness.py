@@ -39,14 +39,11 @@ from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
 from embodied_ppo.rollout import environments
 
-FORMAT = 2
-"""Version of robustness.json; it changes when a field changes its meaning."""
+FORMAT = 2  # version of robustness.json; it changes when a field changes its meaning
 
-LEAST_SUCCESS = 0.5
-"""Success rate in the nominal environment below which a policy has no score."""
+LEAST_SUCCESS = 0.5  # success rate in the nominal environment below which a policy has no score
 
-DEFAULT_EPISODES = 20
-"""Episodes at each value, where robustness_episodes is null."""
+DEFAULT_EPISODES = 20  # episodes at each value, where robustness_episodes is null
 
 SLOW_TO_CREATE = ("torch", "mjlab", "libero", "warp", "maniskill", "simpler", "robocasa")
 SLOW_TO_CREATE += ("robotwin", "calvin")

@@ -18,8 +18,7 @@ class StepNumbers:
     def __init__(self, n: int) -> None:
         """Start without numbers."""
         self.n = n
-        self._sums: dict[str, Tensor] = {}
-        """Name -> sum and count of its values, [2, N]."""
+        self._sums: dict[str, Tensor] = {}  # name -> sum and count of its values, [2, N]
         self._commands: dict[str, list[Tensor]] = {}
         """Command -> value, error, and whether it counts, [3, N] in each step."""
 

@@ -35,8 +35,7 @@ from embodied_ppo.evaluation import episodes as evaluate
 
 _log = logging.getLogger(__name__)
 
-MAX_FRAMES = 300
-"""Largest number of frames of a video. A frame takes 10 to 30 ms of CPU time."""
+MAX_FRAMES = 300  # Largest number of frames of a video. A frame takes 10 to 30 ms of CPU time.
 
 
 @dataclass(frozen=True, slots=True)

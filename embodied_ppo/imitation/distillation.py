@@ -48,8 +48,7 @@ from embodied_ppo.ppo import losses
 from embodied_ppo.ppo.minibatches import MinibatchLoss, SampleCutter, Statistics
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 
-LARGEST_TANH = 1.0 - 1e-6
-"""Bound of an action whose inverse tanh is computed."""
+LARGEST_TANH = 1.0 - 1e-6  # bound of an action whose inverse tanh is computed
 
 
 # --------------------------------------------------------------------------------- pure functions

@@ -29,8 +29,7 @@ from embodied_ppo.policies.backbone import channels_first_shape
 from embodied_ppo.rollout.environments import make_env
 from embodied_ppo.training.progress import Interrupts, Progress
 
-RECORDERS = 64
-"""Number of environments that record in parallel."""
+RECORDERS = 64  # number of environments that record in parallel
 REQUEST = "meta/embodied_ppo.json"
 """File of a recording: the options it was requested with, besides those in LeRobot's own files."""
 

@@ -23,10 +23,8 @@ if TYPE_CHECKING:  # hydra and torch are imported inside the functions: --help a
     from embodied_ppo.options.schema import EvaluateConfig
 
 PROGRAM = "embodied-ppo"
-FLAGS = "command line"
-"""Label of the layer of options that were given as arguments."""
-CALL = "Python call"
-"""The same of options that were given to a function of the Python API."""
+FLAGS = "command line"  # label of the layer of options that were given as arguments
+CALL = "Python call"  # the same of options that were given to a function of the Python API
 GIVEN = (FLAGS, CALL)
 """Labels of the options that were given to a command or function, and not in a file."""
 RESUMABLE = ("train", "distill")

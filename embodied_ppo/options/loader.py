@@ -46,10 +46,8 @@ C = TypeVar("C")
 Path = tuple[str, ...]
 SHIPPED, STORED = "configs/", "the run's config.yaml"
 """Prefixes of the labels of layers that the user did not write."""
-MAX_YAML_SIZE = 1 << 18
-"""Largest size of a run's config.yaml, bytes; usual are a few thousand."""
-DUAL_CLIP_VALUE = "1 + 2 x clip_ratio_high"
-"""Value of clip_ratio_c until all layers are merged."""
+MAX_YAML_SIZE = 1 << 18  # largest size of a run's config.yaml, bytes; usual are a few thousand
+DUAL_CLIP_VALUE = "1 + 2 x clip_ratio_high"  # value of clip_ratio_c until all layers are merged
 YAML_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
 """What PyYAML raises besides its own, for 2000-99-99, !!bool x, a deeply nested list and others."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")

@@ -34,8 +34,7 @@ PRESETS: dict[str, dict[str, str]] = {
 PATH = "cluster.component_placement"
 MAX_PROCESSES_PER_DEVICE = 1024
 """Maximum number of processes on one device; a larger number is refused as a typing error."""
-MAX_DEVICES = 16384
-"""Maximum number of devices of all machines."""
+MAX_DEVICES = 16384  # maximum number of devices of all machines
 
 REQUESTS: dict[str, tuple[str, ...]] = {
     "rollout": ("env", "reward"),

@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 
 SWEEPS = "runs/sweeps/"
 """Folder of the sweeps; a sweep whose jobs have the same name is in SWEEPS/NAME."""
-READ = ("hydra.sweep.dir", "hydra.sweeper.params")
-"""Options of Hydra that a sweep reads."""
+READ = ("hydra.sweep.dir", "hydra.sweeper.params")  # options of Hydra that a sweep reads
 MAX_SWEEP = 10_000
 """Largest number of values of one option, and of runs of a sweep, that are listed."""
-MAX_FOLDER_NAME = 120
-"""Maximum length of the name of a job's folder, characters."""
+MAX_FOLDER_NAME = 120  # maximum length of the name of a job's folder, characters
 
 
 @dataclass(frozen=True)

@@ -132,8 +132,7 @@ class ActorCritic(nn.Module):
         self.memory_size = sum(layer.state_size for layer in layers if layer is not None)
         choices = choices_of(action_spec)
         box = action_spec.box if isinstance(action_spec, Composite) else action_spec
-        self.numbers = box.size if isinstance(box, Box) else 0
-        """Continuous dimensions of an action."""
+        self.numbers = box.size if isinstance(box, Box) else 0  # continuous dimensions of an action
         self.actions = size = sum(choices) + self.numbers
         self.composite = None
         if isinstance(action_spec, Composite):

@@ -24,8 +24,7 @@ VECTOR = "/vector"
 """Input that joins all observations except images, flattened. No image's name has a slash."""
 
 
-OWN_MEMORY = "memory"
-"""Name of the recurrent layer's output among the inputs of the user's network."""
+OWN_MEMORY = "memory"  # name of the recurrent layer's output among the inputs of the user's network
 
 
 class InferenceModule(nn.Module):
@@ -264,8 +263,7 @@ class DefaultTrunk(nn.Module):
             size += cnn.features
         if size == 0:
             raise ConfigError("env: the observation is empty; nothing to act on")
-        self.inputs = size
-        """Size of what the hidden layers and the recurrent layer read."""
+        self.inputs = size  # size of what the hidden layers and the recurrent layer read
         # x ← x·√(w/n) and W ← W/√(w/n) with w = wide_obs: the same function, but changes of all
         # weights by ±lr, of independent signs, move an output by lr·√w instead of lr·√n.
         wide = config.wide_obs

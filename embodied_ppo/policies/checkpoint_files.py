@@ -44,8 +44,7 @@ def config_errors(before: str, after: str = "", *, kind: bool = False) -> Iterat
         raise ConfigError(f"{before}{one_line(error, kind=kind)}{after}") from error
 
 
-TRANSFORMERS = (5, 23)
-"""First version of transformers that has all models which are read."""
+TRANSFORMERS = (5, 23)  # first version of transformers that has all models which are read
 
 
 def import_transformers(purpose: str, extra: str = "vla") -> Any:

@@ -183,8 +183,7 @@ class Decoder(InferenceModule):
             self._attention(layer.self_attn, kind) for layer, kind in zip(self.layers, self.types)
         ]
         self.blocks = [describe(layer) for layer in self.layers]
-        self.groups = [block.groups for block in self.blocks]
-        """Number of key heads of each layer."""
+        self.groups = [block.groups for block in self.blocks]  # number of key heads of each layer
         self.head_dim = self.blocks[0].head_dim
         self.embedding_scale = float(getattr(base, "embedding_multiplier", 1.0))  # Granite
         self.recompute = False

@@ -23,8 +23,7 @@ from embodied_envs.base.compilation import compile_function, is_compilation_disa
 
 P = ParamSpec("P")
 R = TypeVar("R")
-DEVICES = ("cuda",)
-"""Types of devices whose tensors are passed to compiled code."""
+DEVICES = ("cuda",)  # types of devices whose tensors are passed to compiled code
 _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
 """Function -> its compiled code."""
 

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from embodied_envs.base.errors import ConfigError, choose, one_line, show
 from embodied_ppo.core import guarded_files
 
-FOLDER = "network"
-"""Folder of the copies in a run directory. The name of a copy is its hash."""
+FOLDER = "network"  # Folder of the copies in a run directory. The name of a copy is its hash.
 Say = Callable[[str], None]
 """Reports a line to the user."""
 

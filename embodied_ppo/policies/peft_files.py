@@ -32,8 +32,7 @@ from embodied_ppo.policies.checkpoint_files import (
 )
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."
-"""Path of the publisher's model in the ``PeftModel`` that wraps it."""
+PREFIX = "base_model.model."  # path of the publisher's model in the ``PeftModel`` that wraps it
 ADAPTERS = (".lora_A.", ".lora_B.")
 """Parts of adapters' parameter names, which the adapter's name, "default", follows in ours."""
 SUPPORTED: dict[str, tuple[Any, ...]] = {

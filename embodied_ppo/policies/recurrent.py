@@ -17,8 +17,7 @@ from embodied_ppo.policies.initialization import orthogonal_
 
 GATES = {"gru": 3, "lstm": 4}
 """Kind of layer -> number of gates, G."""
-LONGEST = 50
-"""Steps after which the slowest unit of a new layer has forgotten its state."""
+LONGEST = 50  # steps after which the slowest unit of a new layer has forgotten its state
 
 
 class Steps(NamedTuple):
@@ -204,8 +203,7 @@ class RecurrentLayer(nn.Module):
         """
         super().__init__()
         self.kind, self.size = kind, size
-        self.state_size = size if kind == "gru" else 2 * size
-        """Numbers of the state, S."""
+        self.state_size = size if kind == "gru" else 2 * size  # numbers of the state, S
         gates = GATES[kind]
         self.input_weight = nn.Parameter(torch.zeros(gates * size, inputs))
         self.hidden_weight = nn.Parameter(torch.zeros(size, gates * size))

@@ -35,8 +35,7 @@ OPENVLA: dict[str, type[CheckpointVLA] | type[RegressionVLA]] = {
     "gaussian": RegressionVLA,
 }
 
-CONSTANTS_SHOWN = 8
-"""Constant inputs that a line and a report name."""
+CONSTANTS_SHOWN = 8  # constant inputs that a line and a report name
 Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | CheckpointVLA | RegressionVLA"
 AnyPolicy: TypeAlias = "ActorCritic | Family"
 

@@ -18,8 +18,7 @@ from embodied_ppo.ppo.minibatches import MinibatchLoss, Statistics, TokenBudgetC
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.roles import NO_STATS, OptimizationStats, Rows
 
-CRITIC_METHODS = ("value",)
-"""Methods of a critic that read weights."""
+CRITIC_METHODS = ("value",)  # methods of a critic that read weights
 
 
 class CriticLoss(MinibatchLoss):

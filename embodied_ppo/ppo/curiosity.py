@@ -33,8 +33,7 @@ OBS_CLIP = 5.0
 RECENT_ROLLOUTS = 10
 """Rollouts over which the deviation of intrinsic returns is averaged. Over the whole run, as in the
 paper, the error of the first updates made later rewards 1000 times too small for control tasks."""
-ROWS = 8192
-"""Rows of a forward pass without gradient."""
+ROWS = 8192  # rows of a forward pass without gradient
 
 
 class Curiosity:

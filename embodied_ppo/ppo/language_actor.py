@@ -28,8 +28,7 @@ from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.ppo import PPO, PPOLoss
 from embodied_ppo.ppo.roles import Critic, Reference, Rows
 
-POLICY_METHODS = ("hidden", "view_where")
-"""Methods of actor and reference that read weights."""
+POLICY_METHODS = ("hidden", "view_where")  # methods of actor and reference that read weights
 
 
 def log_prob_batch_size(c: AlgorithmConfig) -> int | None:

@@ -103,8 +103,7 @@ class MinibatchOptimizer:
         self.tolerances = tolerances
         self._named_buffers = dict(self.model.named_buffers())
         self._versions: list[int] = []  # none before the first update
-        self.observer: UpdateObserver | None = None
-        """Called with each batch and its minibatches."""
+        self.observer: UpdateObserver | None = None  # called with each batch and its minibatches
 
     # ----------------------------------------------------------------------------------- one update
     def optimize(self, batch: Samples, update: int) -> OptimizationStats:

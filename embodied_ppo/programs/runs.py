@@ -260,8 +260,7 @@ class _Session:
         """Metrics of the evaluation before the first update."""
         # Steps before this session do not count for its speed.
         self.steps_before, self.worker_cpu_s = run.system.steps, 0.0
-        self.warm_up: dict[str, float] = {}
-        """CPU seconds of the first update by phase, and "steps"."""
+        self.warm_up: dict[str, float] = {}  # CPU seconds of the first update by phase, and "steps"
 
     def _log_samples(self, result: Any) -> None:
         """Log a table of responses and write them; the evaluation of a robot has none."""

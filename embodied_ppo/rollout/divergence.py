@@ -74,8 +74,7 @@ class DivergenceGuard:
         self.unreported = self.hidden
         """bool [N], hidden environments that count in their next step: their first observation was
         not finite, or they are hidden since an earlier rollout."""
-        self.example = ""
-        """Name and value of a number that was not finite, for messages."""
+        self.example = ""  # name and value of a number that was not finite, for messages
 
     def begin(self, obs: Obs) -> Obs:
         """Return the observations of a reset of all environments, without what is not finite."""

@@ -14,16 +14,13 @@ from torch import Tensor
 from embodied_envs.types import Step, VectorEnv
 from embodied_ppo.core.types import Mean, Metrics
 
-WINDOW = 100
-"""Least number of episodes over which return, length and success are averaged."""
+WINDOW = 100  # least number of episodes over which return, length and success are averaged
 EPISODE_METRICS = ("rollout/episodes", "rollout/return", "rollout/length", "rollout/success")
 """Beginnings of the tags of these statistics."""
-PATIENCE = 10
-"""Number of rollouts without a finished episode after which this is reported once."""
+PATIENCE = 10  # number of rollouts without a finished episode after which this is reported once
 
 
-LARGEST_NUMBER_OF_CURVES = 100
-"""Largest number of names; later ones have no curve."""
+LARGEST_NUMBER_OF_CURVES = 100  # largest number of names; later ones have no curve
 
 
 class EpisodeStatistics:

@@ -35,8 +35,7 @@ class HistoryEnv(EnvWrapper):
         self.history = ObservationHistory(env.obs_spec, env.action_spec, steps, names)
         self.obs_spec = self.history.obs_spec
         self._previous = self.history.empty(self.num_envs, self.device)  # each [N, K - 1, ..]
-        self.raw_obs: Obs = {}
-        """The newest observations, as the simulator has returned them."""
+        self.raw_obs: Obs = {}  # the newest observations, as the simulator has returned them
 
     def _begin(self, where: Tensor, obs: Obs) -> Obs:
         """Return stacked observations after episodes have started where bool [N]."""

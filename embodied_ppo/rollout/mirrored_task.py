@@ -38,12 +38,9 @@ WARN, REFUSE = 0.02, 0.2
 """Relative difference of left and right above which a line names it, and a task is refused."""
 RELIEF_M = 0.001
 """Amplitude of each of three waves along x and along y of the ground, where it is not level."""
-KEPT = 0.95
-"""Share of the states, those that differ least, in which a step is compared."""
-STATES = 64
-"""Random states, with their mirror images."""
-EXACT = 1e-6
-"""Relative difference of numbers that are equal up to rounding."""
+KEPT = 0.95  # share of the states, those that differ least, in which a step is compared
+STATES = 64  # random states, with their mirror images
+EXACT = 1e-6  # relative difference of numbers that are equal up to rounding
 
 
 def derive_mirror(

@@ -43,8 +43,7 @@ STATISTICS = {
     "distill/loss": ("policy_loss", None),
 }
 """Metric -> statistic of a minibatch, and the statistic by which it is divided."""
-UNITS = {"update", "env_steps", "tokens"}
-"""Entries of a row that are not metrics."""
+UNITS = {"update", "env_steps", "tokens"}  # entries of a row that are not metrics
 
 
 @dataclass(frozen=True)

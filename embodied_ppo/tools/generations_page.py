@@ -15,10 +15,8 @@ import jinja2
 from embodied_ppo.evaluation.charts import number
 from embodied_ppo.training import generations
 
-PAGE = 50
-"""Number of responses, or with a second update of prompts, on a page."""
-TOKENS_SHOWN = 200
-"""Number of tokens of a response whose numbers the page shows; the file has all."""
+PAGE = 50  # number of responses, or with a second update of prompts, on a page
+TOKENS_SHOWN = 200  # number of tokens of a response whose numbers the page shows; the file has all
 VERDICTS = {"right": True, "wrong": False, "failed": None}
 FILTERS = ("all", *VERDICTS)
 

@@ -26,8 +26,7 @@ from typing import Any, Literal
 
 from embodied_envs.base.errors import one_line
 
-DEADLINE_S = 120.0
-"""Time limit of the checks, which run concurrently."""
+DEADLINE_S = 120.0  # time limit of the checks, which run concurrently
 GB = 1e9
 BACKENDS = ("egl", "osmesa", "glfw")
 INSTALL = "pip install -c scripts/constraints.txt -e "

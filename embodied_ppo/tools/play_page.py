@@ -32,8 +32,7 @@ HOST = "127.0.0.1"
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 DRAW_S, PANEL_S, CHECKPOINT_S = 1 / 30, 0.2, 2.0
 """Intervals of pictures, of numbers and bars, and of looking for a new checkpoint, seconds."""
-VIDEO_SIZE = (720, 1280)
-"""(height, width) of exported videos, pixels."""
+VIDEO_SIZE = (720, 1280)  # (height, width) of exported videos, pixels
 VIDEO_FPS = 30
 SPEEDS = {"1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0, "2": 2.0}
 AXES = (1, 0, 2, 3)

@@ -31,11 +31,9 @@ from embodied_ppo.training.trained_run import open_evaluated
 
 METRICS = ("auto", "return", "success")
 
-MOST_METHODS = 6
-"""Largest number of methods, which is the number of colours of the page."""
+MOST_METHODS = 6  # largest number of methods, which is the number of colours of the page
 
-FORMAT = 2
-"""Version of comparison.json. Increase it when the meaning of a field changes."""
+FORMAT = 2  # Version of comparison.json. Increase it when the meaning of a field changes.
 
 NOT_OF_METHOD = ("seed", "run_dir", "resume", "name", "description", "evaluation.", "tracker")
 """Prefixes of the options that may differ between runs of one method."""

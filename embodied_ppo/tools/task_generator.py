@@ -26,14 +26,12 @@ from embodied_envs.robots.preparation import Preparation, inertia_gains
 from embodied_envs.robots.robot_model import FREE, HINGE, SLIDE, RobotModel
 from embodied_ppo.tools import task_templates
 
-CONTROL_STEP_S = 0.02
-"""Duration of a decision of a new task, s."""
+CONTROL_STEP_S = 0.02  # duration of a decision of a new task, s
 
 EPISODE_S = {"home": 5.0, "velocity": 10.0, "hover": 5.0, "reach": 4.0, "pick": 3.0}
 """Template -> length of an episode of a new task, s."""
 
-PHYSICS_STEP_S = 0.005
-"""Least physics step of a new task with many contacts, velocity or pick, s."""
+PHYSICS_STEP_S = 0.005  # least physics step of a new task with many contacts, velocity or pick, s
 
 HINTS = {
     "decoder": "convert a xacro first: xacro FILE > robot.urdf",
@@ -44,19 +42,14 @@ HINTS = {
 }
 """Pattern of MuJoCo's reason -> hint; the first counts."""
 
-MAX_GAIN = 1e6
-"""Largest kp and kd that are accepted."""
-HOLD_S = 2.0
-"""Time for which the robot is held at home, s."""
+MAX_GAIN = 1e6  # largest kp and kd that are accepted
+HOLD_S = 2.0  # time for which the robot is held at home, s
 
-TIMESTEPS = 1e-5, 1.0
-"""Smallest and largest timestep of the physics, s."""
+TIMESTEPS = 1e-5, 1.0  # smallest and largest timestep of the physics, s
 
-FAST = 100.0
-"""A joint that is faster diverges, rad/s or m/s."""
+FAST = 100.0  # a joint that is faster diverges, rad/s or m/s
 
-STIFF_RAD = 0.2
-"""A servo whose force limit is reached by a smaller error is stiff."""
+STIFF_RAD = 0.2  # a servo whose force limit is reached by a smaller error is stiff
 
 TEMPLATES = {
     "{name}.py": "new_task.py.j2",

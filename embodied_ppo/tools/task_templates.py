@@ -48,14 +48,11 @@ PICK: dict[str, dict[str, float]] = {
     "ground_contact": {"weight": -0.1},
 }
 """Those of PandaPickCube."""
-GAIT_HZ = 1.5
-"""Steps per second of each foot of a biped."""
+GAIT_HZ = 1.5  # steps per second of each foot of a biped
 HALF_RANGE_M = {"hover": 1.0, "reach": 0.2, "pick": 0.15}
 """Largest distance of the target from home in x, y and z, m; of an arm at most 0.3 lengths."""
-LIFT_M = 0.1
-"""Least height of a cube's target above the ground."""
-SITES = ("grip", "tip", "tool", "attachment", "end")
-"""Parts of names of sites at the end of an arm."""
+LIFT_M = 0.1  # least height of a cube's target above the ground
+SITES = ("grip", "tip", "tool", "attachment", "end")  # Parts of names of sites at the end of an arm
 
 
 def parts(robot: RobotModel, template: str) -> dict[str, Any]:

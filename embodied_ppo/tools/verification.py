@@ -43,11 +43,9 @@ from embodied_ppo.training import checkpoint, run_directory
 from embodied_ppo.training.progress import Progress
 from embodied_ppo.training.run_files import METRICS
 
-FORMAT = 2
-"""Version of certificate.json. Increase it when the meaning of a field changes."""
+FORMAT = 2  # Version of certificate.json. Increase it when the meaning of a field changes.
 CERTIFICATE = "certificate.json"
-MOST_LISTED = 100
-"""Largest number of differences in a certificate."""
+MOST_LISTED = 100  # largest number of differences in a certificate
 
 
 Interval: TypeAlias = tuple[int, int]

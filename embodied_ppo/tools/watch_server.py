@@ -27,17 +27,14 @@ from embodied_ppo.training import generations, health
 from embodied_ppo.training.run_files import METRICS, find_runs, read_parent
 
 HOST = "127.0.0.1"
-BLOCK_SIZE = 4 << 20
-"""Bytes of metrics.jsonl in one response; a longer line is skipped."""
+BLOCK_SIZE = 4 << 20  # bytes of metrics.jsonl in one response; a longer line is skipped
 
 MAX_FILE_SIZE = 1 << 18
 """Largest size of a config.yaml or summary.json that is read, bytes; usual are a few thousand."""
 
-NOTE_LENGTH = 600
-"""Characters of a message from log.txt that the page shows."""
+NOTE_LENGTH = 600  # characters of a message from log.txt that the page shows
 
-MARK_SIZE = 1024
-"""Bytes before a position whose digest identifies the file that was read."""
+MARK_SIZE = 1024  # bytes before a position whose digest identifies the file that was read
 
 TAIL_SIZE = 1 << 18
 """Bytes at the end of metrics.jsonl and log.txt from which the state of a run is derived."""
@@ -45,8 +42,7 @@ TAIL_SIZE = 1 << 18
 SILENT_S = 60.0
 """A run that has written nothing for this long, and for three updates, is silent; seconds."""
 
-RUN_OPTIONS = ("run_dir", "resume")
-"""Options that differ between any two runs."""
+RUN_OPTIONS = ("run_dir", "resume")  # options that differ between any two runs
 
 CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 CONTENT_TYPES |= {".mp4": "video/mp4", ".txt": "text/plain; charset=utf-8"}

@@ -36,10 +36,8 @@ FORMAT = 1
 MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
 ROW = "pending_row"
 """Key of the manifest for ``PendingRow``, which is logged after the checkpoint is written."""
-DIGEST = "metrics_digest"
-"""Key of the manifest, and of summary.json, for ``MetricsDigest.record``."""
-SUMMARY_DIGEST = "digest"
-"""Key of summary.json for the SHA-256 of its other entries."""
+DIGEST = "metrics_digest"  # key of the manifest, and of summary.json, for ``MetricsDigest.record``
+SUMMARY_DIGEST = "digest"  # key of summary.json for the SHA-256 of its other entries
 SESSIONS = "sessions"
 """Key of the manifest for the options and arithmetic settings of all updates so far: a list of
 "start" (completed updates), "config_hash" and "arithmetic", one entry for each change."""

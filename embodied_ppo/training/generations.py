@@ -16,12 +16,10 @@ from typing import Any, Literal, TypeAlias
 
 from embodied_ppo.core import guarded_files
 
-FOLDER = "generations"
-"""Folder of the files in a run directory."""
+FOLDER = "generations"  # folder of the files in a run directory
 SAMPLED_PROMPTS = 8
 """Number of prompts of an update whose responses are written with rollout.dump=sample."""
-LARGEST_LINE = 1 << 24
-"""Largest size of a line that is read, bytes."""
+LARGEST_LINE = 1 << 24  # largest size of a line that is read, bytes
 Kind: TypeAlias = Literal["train", "eval"]
 _NAME = re.compile(r"(train|eval)_(\d{6,15})(?:_\d+)?\.jsonl")
 

@@ -31,11 +31,9 @@ from embodied_ppo.training.trackers import Status, Trackers
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-LINE_EVERY_S = 10.0
-"""Least interval of progress lines in seconds, if stderr is not a terminal."""
+LINE_EVERY_S = 10.0  # least interval of progress lines in seconds, if stderr is not a terminal
 
-CELL = 400
-"""Largest length of a table cell, in characters."""
+CELL = 400  # largest length of a table cell, in characters
 
 
 class Timer:

@@ -61,8 +61,7 @@ TASKS = ("env.id", "env.tasks", "env.task_weights")
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
 FILES += (PARENT, "metrics.sha256")
 """Files that a run writes into its directory."""
-LOCK = ".lock"
-"""Name of the file in a run directory that the training process locks."""
+LOCK = ".lock"  # name of the file in a run directory that the training process locks
 
 
 PATHS = ("model.checkpoint", "cloning.dataset", "teacher", "initial_policy", "actor.model.path")

@@ -13,14 +13,10 @@ from typing import Any
 from embodied_envs.base.errors import CheckpointError, ConfigError, show_path
 from embodied_ppo.core import guarded_files
 
-METRICS = "metrics.jsonl"
-"""A directory with this file is a run."""
-SWEEP = "sweep.json"
-"""File in the folder of a sweep that lists its runs."""
-PARENT = "parent.json"
-"""File of a branch that names the run from which it was started."""
-DEPTH = 4
-"""Depth of the search for runs below a folder."""
+METRICS = "metrics.jsonl"  # a directory with this file is a run
+SWEEP = "sweep.json"  # file in the folder of a sweep that lists its runs
+PARENT = "parent.json"  # file of a branch that names the run from which it was started
+DEPTH = 4  # depth of the search for runs below a folder
 
 
 def check_exists(path: str | Path, option: str) -> None:

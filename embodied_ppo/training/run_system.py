@@ -82,8 +82,7 @@ class RunSystem(System, ABC):
         self.unit = records.unit
         # Updates that the weights contain, and the experience trained on, in ``unit``.
         self.version = self.steps = 0
-        self.result: Any = None
-        """``Result`` of the last evaluation."""
+        self.result: Any = None  # ``Result`` of the last evaluation
         self.saved: Path | None = None
         """The last checkpoint of this run, saved after ``saved_update`` updates."""
         self.saved_update = -1

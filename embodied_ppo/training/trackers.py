@@ -29,14 +29,11 @@ from embodied_envs.base.errors import ConfigError, shorten, show
 from embodied_ppo.core.guarded_files import read_object
 from embodied_ppo.options.schema import Config
 
-FILE = "trackers.json"
-"""File in the run directory: tracker -> {"id": id of the tracked run}."""
+FILE = "trackers.json"  # file in the run directory: tracker -> {"id": id of the tracked run}
 PROJECT = "embodied_ppo"
 """Project of W&B and experiment of MLflow where neither an option nor a variable names one."""
-CLOSE_S = 60.0
-"""Longest time that the end of a run waits for its trackers, seconds."""
-MAX_PENDING = 10_000
-"""Number of calls that may wait for a tracker before it is switched off."""
+CLOSE_S = 60.0  # longest time that the end of a run waits for its trackers, seconds
+MAX_PENDING = 10_000  # number of calls that may wait for a tracker before it is switched off
 _FILE_LOCK = threading.Lock()
 """Guards FILE, which all trackers of a run write."""
 Status = Literal["finished", "failed", "interrupted"]

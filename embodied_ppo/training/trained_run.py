@@ -73,8 +73,7 @@ def open_run(path: str, option: str = "checkpoint") -> tuple[checkpoint.Checkpoi
     return source, run_dir, stored_config(source)
 
 
-MODEL = "config.json"
-"""A directory with this file is a model as transformers writes it."""
+MODEL = "config.json"  # a directory with this file is a model as transformers writes it
 
 
 def open_evaluated(

@@ -12,8 +12,7 @@ from embodied_ppo.options.rules import base
 from embodied_ppo.options.rules.base import one_process, refuse, refuse_any
 from embodied_ppo.options.schema import Config, EnvConfig
 
-WIDTH_UNIT = 8
-"""Twice the number of attention heads of a small vision-language-action model."""
+WIDTH_UNIT = 8  # twice the number of attention heads of a small vision-language-action model
 
 
 def check(config: Config) -> None:

@@ -28,8 +28,7 @@ from embodied_ppo.policies import distributions as dist
 from embodied_ppo.policies.vla.trunk import DecoderMemory, Grounding
 from embodied_ppo.policies.vla.vla_policy import VLA, VLAPolicy
 
-PERIODS = (4e-3, 4.0)
-"""Shortest and longest period of the sinusoidal encoding of τ, as in π0."""
+PERIODS = (4e-3, 4.0)  # shortest and longest period of the sinusoidal encoding of τ, as in π0
 LEARNED_STD = (0.08, 0.16)
 """Range of the learned standard deviation of a step, as in ReinFlow's robot tasks."""
 Field: TypeAlias = "Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]"

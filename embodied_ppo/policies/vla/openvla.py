@@ -44,8 +44,7 @@ BOS, STOP, EMPTY = 1, 2, 29871
 MEANS = (0.485, 0.456, 0.406, 0.5, 0.5, 0.5)
 """Means of six channels in [0, 1]: ImageNet's for DINOv2, then SigLIP's."""
 STDS = (0.229, 0.224, 0.225, 0.5, 0.5, 0.5)
-CROPPED_AREA = 0.9
-"""Share of an image's area that remains after ``center_crop``."""
+CROPPED_AREA = 0.9  # share of an image's area that remains after ``center_crop``
 
 
 # ------------------------------------------------------------------------------------ configuration

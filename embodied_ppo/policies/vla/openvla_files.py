@@ -69,8 +69,7 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
         )
 
 
-RESIZE = "resize-naive"
-"""OpenVLA's image_resize_strategy."""
+RESIZE = "resize-naive"  # OpenVLA's image_resize_strategy
 
 
 def read_preprocessor(raw: Mapping[str, Any], config: OpenVLAConfig) -> OpenVLAConfig:

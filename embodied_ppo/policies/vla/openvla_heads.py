@@ -23,8 +23,7 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.policies.checkpoint_files import check_finite, config_errors
 
 PATTERN, PREFIX = "*--*checkpoint.pt", "module."
-BLOCKS = 2
-"""Residual layers of the regression head."""
+BLOCKS = 2  # residual layers of the regression head
 
 
 class ActionHead(nn.Module):

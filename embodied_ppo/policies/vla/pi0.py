@@ -49,12 +49,9 @@ from embodied_ppo.policies.vla.prefix import (
 from embodied_ppo.policies.vla.published_weights import PublishedTensor, Rename, save, substitute
 from embodied_ppo.policies.vla.trunk import WORDS, ObservationEncoder, pad_rows
 
-PAD = -1
-"""Id of padding words."""
-FROZEN_ROWS = 32
-"""Observations that a frozen trunk processes at a time."""
-MEMORY_SHARE = 0.5
-"""Share of the device's memory that prefixes of a frozen trunk may use."""
+PAD = -1  # id of padding words
+FROZEN_ROWS = 32  # observations that a frozen trunk processes at a time
+MEMORY_SHARE = 0.5  # share of the device's memory that prefixes of a frozen trunk may use
 PUBLISHED_PARTS = ("trunk.vlm.", "expert.", "embed.", "velocity.")
 """Beginnings of the names of parameters that the published model has, too."""
 KEYS, VALUES, VALID, POOLED = "/keys", "/values", "/valid", "/pooled"

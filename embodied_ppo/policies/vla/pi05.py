@@ -32,10 +32,8 @@ from embodied_ppo.policies.vla.pi0_files import PromptTokenizer, Published
 from embodied_ppo.policies.vla.prefix import PrefixCache
 from embodied_ppo.policies.vla.trunk import WORDS, pad_rows
 
-BINS = 256
-"""Intervals of [-1, 1] that a number of the state is rounded down to."""
-END = ";\nAction: "
-"""Text after the state."""
+BINS = 256  # intervals of [-1, 1] that a number of the state is rounded down to
+END = ";\nAction: "  # text after the state
 
 
 # ------------------------------------------------------------------------------------------ modules

@@ -62,8 +62,7 @@ LARGEST = {
 """Largest accepted values of fields of config.json that are positive whole numbers."""
 SECTIONS = ("vlm_config", "dit_config", "normalization_mapping")
 """Fields of config.json that are objects."""
-OPTIONAL = ("tokenizer_max_length", "normalization_mapping")
-"""Fields that may be null."""
+OPTIONAL = ("tokenizer_max_length", "normalization_mapping")  # fields that may be null
 
 PARAMETERS: Patterns = (
     (r"^model\.(?=paligemma_with_expert|action_|state_proj|time_mlp|embed_action|model\.)", ""),
@@ -478,8 +477,7 @@ def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
 # --------------------------------------------------------------------------------------- statistics
 ENDS = {"MEAN_STD": ("mean", "std"), "QUANTILES": ("q01", "q99"), "IDENTITY": ()}
 """normalization_mapping -> statistics that it uses; QUANTILES maps q01 to -1 and q99 to 1."""
-OPENPI_MARGIN = 1e-6
-"""Number that openpi adds to deviations and to q99, also when it denormalises."""
+OPENPI_MARGIN = 1e-6  # number that openpi adds to deviations and to q99, also when it denormalises
 
 
 def statistics(

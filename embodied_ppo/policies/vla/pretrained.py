@@ -44,8 +44,7 @@ from embodied_ppo.policies.vla.openvla import OpenVLA, OpenVLABody
 from embodied_ppo.policies.vla.openvla_files import ActionTokens
 from embodied_ppo.policies.vla.trunk import Grounding, ObservationEncoder
 
-VALUE_UNITS = 512
-"""Largest hidden layer of the value head, as in RLinf."""
+VALUE_UNITS = 512  # largest hidden layer of the value head, as in RLinf
 
 Tokenize: TypeAlias = "Callable[[str], Sequence[int]]"
 """Text -> ids, see ``openvla.encode_prompts``."""
@@ -62,8 +61,7 @@ class VisionEncoder(ObservationEncoder):
         )
         shapes = {name: channels_first_shape(s) for name, s in self.encoder.images.items()}
         channels, *size = next(iter(shapes.values()))
-        self.image_size: tuple[int, int] = (size[0], size[1])
-        """Height and width."""
+        self.image_size: tuple[int, int] = (size[0], size[1])  # height and width
         if channels != 3 or len(set(shapes.values())) > 1:
             raise ConfigError(
                 f"model.checkpoint={config.checkpoint}: images must be RGB and of one size, but"
@@ -113,8 +111,7 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
             ConfigError: Task, options and checkpoint do not fit together.
         """
         super().__init__()
-        self.actions: ActionTokens
-        """Action tokens and their statistics."""
+        self.actions: ActionTokens  # action tokens and their statistics
         self.state: ActionTokens | None = None
         """Statistics of the robot's state, None: it is not used."""
         self.closes = closes

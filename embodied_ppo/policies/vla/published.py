@@ -38,8 +38,7 @@ from embodied_ppo.policies.vla.pretrained import (
 )
 from embodied_ppo.policies.vla.smolvla import SmolVLA
 
-PREFIX = "published/"
-"""Prefix of the values of model.checkpoint that name an entry of CONFIGS."""
+PREFIX = "published/"  # prefix of the values of model.checkpoint that name an entry of CONFIGS
 CONFIGS: dict[str, dict[str, Any]] = {
     "pi0": {"type": "pi0"},
     "pi05": {"type": "pi05"},

@@ -95,8 +95,7 @@ MODULES: published_weights.Patterns = (
     (r"^velocity\.", "model.action_out_proj."),
 )
 """Substitutions that map names of ``SmolVLA`` to those of lerobot's modules."""
-WAVELENGTH = 10_000.0
-"""Largest wavelength of the rotary positions, in place of SmolVLM2's 100,000."""
+WAVELENGTH = 10_000.0  # largest wavelength of the rotary positions, in place of SmolVLM2's 100,000
 
 
 # ------------------------------------------------------------------------------------------- files

@@ -31,14 +31,11 @@ from embodied_ppo.policies.backbone import VECTOR, Encoder, channels_first_shape
 
 WORDS = "/words"
 """Name of the input that holds a sentence's word ids. No image has a name with a slash."""
-CELL = 4
-"""Side of a cell, the smallest image patch, in pixels."""
-MASKED_WORD = -1
-"""Word id that replaces a masked word: it has a position but no embedding."""
+CELL = 4  # side of a cell, the smallest image patch, in pixels
+MASKED_WORD = -1  # word id that replaces a masked word: it has a position but no embedding
 SHORTEST_PERIOD, LONGEST_PERIOD = 12.0, 192.0
 """Shortest and longest period of the position encoding of words, in words."""
-HEADS = 4
-"""Number of attention heads; model.width is a multiple of 2 x HEADS."""
+HEADS = 4  # number of attention heads; model.width is a multiple of 2 x HEADS
 WORD_BUCKETS = 1024
 """Size of the vocabulary: each word of an instruction is mapped to one of this many buckets."""
 MASKED_LOGIT = -1e4
@@ -121,8 +118,7 @@ class Stem(nn.Module):
         # Convolution over neighbouring cells. The attributes' names are keys of checkpoints.
         self.near = nn.ModuleList(nn.Conv2d(half, half, 3, padding=1) for _ in range(2))
         cells = self.grid[0] * self.grid[1]
-        self.places = nn.Parameter(torch.randn(cells, width))
-        """Position embedding of the cells."""
+        self.places = nn.Parameter(torch.randn(cells, width))  # position embedding of the cells
         self.position = nn.Parameter(torch.randn(cells // 4, width))
         """Position embedding of the tokens."""
 

@@ -22,12 +22,9 @@ from embodied_ppo.policies.decoder import Attention
 from embodied_ppo.rollout.generation.decode_model import DecodeModel
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
-ROUND_STEPS = 8
-"""Steps between checks for finished responses; tokens after their end are dropped."""
-KEY_MULTIPLE = 128
-"""The number of keys of a bucket is a multiple of it."""
-MIN_SLOTS = 8
-"""Slots of the smallest bucket."""
+ROUND_STEPS = 8  # steps between checks for finished responses; tokens after their end are dropped
+KEY_MULTIPLE = 128  # the number of keys of a bucket is a multiple of it
+MIN_SLOTS = 8  # slots of the smallest bucket
 
 
 class StaticDecode:

@@ -382,8 +382,7 @@ class _State:
         self.active = 0
         self.lengths = list[int]()
         """Tokens of the response in each active slot. On the host, so that it need not wait."""
-        self.cached_lengths = list[int]()
-        """Tokens of each active slot in the cache."""
+        self.cached_lengths = list[int]()  # tokens of each active slot in the cache
         self.row = torch.zeros(slots, dtype=torch.int64, device=device)
         self.last = torch.zeros_like(self.row) if rounds is None else rounds.last
         """Newest token of each slot, not in the cache yet."""

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from embodied_ppo.policies.fusion import fused
 
-EPSILON = 2.0**-52
-"""x·(1 − EPSILON) < x for each positive float64 x that is not subnormal."""
+EPSILON = 2.0**-52  # x·(1 − EPSILON) < x for each positive float64 x that is not subnormal
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from embodied_ppo.policies.lora import merged_state
 from embodied_ppo.rollout.generation.engine import Generation
 from embodied_ppo.rollout.generation.sampling import Sampling
 
-_STREAM = 1
-"""Random stream of ``random.uniform`` for the seeds of responses."""
+_STREAM = 1  # random stream of ``random.uniform`` for the seeds of responses
 
 
 class VllmEngine:

@@ -37,10 +37,8 @@ Sample: TypeAlias = tuple[str, str, str, dict[str, Any]]
 """(data_source, response, ground_truth, extra_info)."""
 Result: TypeAlias = "tuple[Grade, str | None]"
 """Grade of a sample, and the cause if the grader failed."""
-LARGEST = 1e30
-"""Bound of a score's magnitude, so that it can be stored as float32."""
-RETRY_S = 0.2
-"""Time before the first repetition of a call, which doubles for the next, seconds."""
+LARGEST = 1e30  # bound of a score's magnitude, so that it can be stored as float32
+RETRY_S = 0.2  # time before the first repetition of a call, which doubles for the next, seconds
 LARGEST_FAILED_SHARE = 0.9
 """Share of the responses of an update, or of an evaluation, up to which failures are masked."""
 BoxRule: TypeAlias = Literal["only", "last", "any"]
@@ -619,8 +617,7 @@ def refuse_failures(grades: Sequence[Grade], cause: str | None, unit: str) -> No
         )
 
 
-MAX_EXTRAS = 100
-"""Largest number of curves of a grader's other numbers."""
+MAX_EXTRAS = 100  # largest number of curves of a grader's other numbers
 
 
 def extra_sums(grades: Sequence[Grade]) -> dict[str, tuple[float, int]]:

@@ -27,8 +27,7 @@ from embodied_ppo.data.prompts import Prompt, tokenizer_class
 from embodied_ppo.policies.checkpoint_files import LOCAL, LOCAL_WEIGHTS, config_errors
 from embodied_ppo.rollout.rewards.graders import FAILED, Grade, Sample, first_failure
 
-BATCH_TOKENS = 16384
-"""Tokens that are scored at once, including padding."""
+BATCH_TOKENS = 16384  # tokens that are scored at once, including padding
 
 
 # ------------------------------------------------------------------------------------------- models

@@ -32,10 +32,8 @@ class RewardTerms:
 
     def __init__(self, terms: Sequence[RewardTerm]) -> None:
         self.terms = terms
-        self.failures = 0
-        """Number of grades of all terms so far that failed."""
-        self.last_failure: str | None = None
-        """Term, sample and cause of the most recent failure."""
+        self.failures = 0  # number of grades of all terms so far that failed
+        self.last_failure: str | None = None  # term, sample and cause of the most recent failure
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt]) -> list[Grade]:
         """Return one grade per sample, in their order; prompts[i] belongs to samples[i].

@@ -22,10 +22,8 @@ from embodied_ppo.rollout.rewards.graders import FAILED, Grade, Grader, Limits, 
 if TYPE_CHECKING:
     from embodied_ppo.data.prompts import Prompt
 
-START_S = 120.0
-"""Time limit for a worker to load its grader, seconds."""
-GRACE_S = 1.0
-"""Time that a worker has to report that an async grader was too late, seconds."""
+START_S = 120.0  # time limit for a worker to load its grader, seconds
+GRACE_S = 1.0  # time that a worker has to report that an async grader was too late, seconds
 
 
 def _serve(spec: str | Grader, pipe: Connection, limits: Limits, option: str) -> None:
@@ -68,10 +66,8 @@ class _Worker:
         self.spec, self.limits, self.option = spec, limits, option
         self.process: Any = None
         self.is_async = self.is_batched = self.reads_prompt = self.is_loaded = False
-        self.batch = range(0)
-        """Numbers of the samples that it grades."""
-        self.deadline = 0.0
-        """Time until which the process must answer, of ``time.monotonic``."""
+        self.batch = range(0)  # numbers of the samples that it grades
+        self.deadline = 0.0  # time until which the process must answer, of ``time.monotonic``
 
     def start(self) -> None:
         """Start the process, which then loads the grader."""
@@ -180,10 +176,8 @@ class GraderPool:
         self.count = workers if workers is not None else 0 if graders.is_cheap(spec) else 2
         if graders.is_math_verify(spec):
             self.count = max(1, self.count)
-        self.failures = 0
-        """Number of samples so far whose grader failed."""
-        self.last_failure: str | None = None
-        """The first failure of the last batch that had any."""
+        self.failures = 0  # number of samples so far whose grader failed
+        self.last_failure: str | None = None  # the first failure of the last batch that had any
         # One event loop for all batches, because open connections belong to a loop.
         self._runner = asyncio.Runner()
         self._local_grader = None if self.count else graders.resolve(spec, option)

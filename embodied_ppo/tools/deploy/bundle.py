@@ -56,14 +56,11 @@ from embodied_ppo.training.trained_run import TrainedRun
 
 MEMORY_PREFIX, RECURRENT = "memory/", "recurrent"
 """Prefix of the inputs of policy.onnx that are memory, and its recurrent layer's state."""
-PACKAGES = ("onnx", "onnxruntime")
-"""Packages of the extra ``export``."""
+PACKAGES = ("onnx", "onnxruntime")  # packages of the extra ``export``
 OPSET, LEAST_ONNXRUNTIME = 17, "1.12"
 """Operator set of policy.onnx, and the first onnxruntime that reads it."""
-EPISODES, STEPS = 4, 100
-"""Environments that are recorded, and steps of each."""
-TRACKING_S = 10.0
-"""Longest episode in the evaluation of the tracking error."""
+EPISODES, STEPS = 4, 100  # environments that are recorded, and steps of each
+TRACKING_S = 10.0  # longest episode in the evaluation of the tracking error
 TOLERANCE = 1e-6
 """Largest difference of an action in the replay, as a share of the range of its dimension."""
 ROUNDING = 8

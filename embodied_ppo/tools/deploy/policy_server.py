@@ -36,11 +36,9 @@ from embodied_ppo.core.version import __version__
 from embodied_ppo.evaluation.episodes import set_instructions
 from embodied_ppo.evaluation.trained_policy import TrainedPolicy
 
-VERSION = 1
-"""Version of the metadata; it changes when an entry changes its meaning."""
+VERSION = 1  # version of the metadata; it changes when an entry changes its meaning
 PREFIX, PROMPT, RESET = "observation/", "prompt", "reset"
-LONGEST_PROMPT = 1000
-"""Largest length of a prompt, characters."""
+LONGEST_PROMPT = 1000  # largest length of a prompt, characters
 REFUSED = (EnvError, CheckpointError, ConfigError, ValueError)
 
 

@@ -23,16 +23,14 @@ from typing import Any
 
 import numpy as np
 
-START_S = 5.0
-"""Longest time until the first measurement."""
+START_S = 5.0  # longest time until the first measurement
 RAMP_S, MAX_TILT_DEG = 3.0, 60.0
 """Time in which the robot moves to its home posture, and largest tilt of the IMU."""
 LATE_STEPS = 3
 """Late control steps in a row that end the loop; fewer, as on a busy computer, are logged."""
 RANGE_SHARE = 0.05
 """Largest share of the rows of a log in which a number is outside of its range in the trace."""
-RAMP, POLICY = 0, 1
-"""Phases in the log."""
+RAMP, POLICY = 0, 1  # phases in the log
 
 
 class RobotError(ValueError):

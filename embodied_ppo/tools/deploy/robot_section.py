@@ -20,8 +20,7 @@ from embodied_ppo.options.schema import RealismConfig
 from embodied_ppo.tools.deploy import run_policy
 from embodied_ppo.tools.task_generator import source_templates
 
-TRACKED = 3
-"""Episodes of each command in the evaluation of the tracking error."""
+TRACKED = 3  # episodes of each command in the evaluation of the tracking error
 FILES = ("robot_loop.py", "mujoco_robot.py", "robot_unitree.py", "robot_ros2.py")
 """Files of this folder that run a policy on a robot."""
 

@@ -18,8 +18,7 @@ from embodied_ppo.tools.import_policy.untrusted_files import shown
 LOG_STD_BOUNDS = (-20.0, 20.0)
 """Bounds of the logarithm of the standard deviation of libraries that have none."""
 
-REWARD_CLIP = 10.0
-"""Bound of normalised rewards in CleanRL, and Stable-Baselines3's default."""
+REWARD_CLIP = 10.0  # bound of normalised rewards in CleanRL, and Stable-Baselines3's default
 
 
 @dataclass(frozen=True)

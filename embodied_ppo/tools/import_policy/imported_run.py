@@ -24,8 +24,7 @@ from embodied_ppo.tools.import_policy.imported import ImportedPolicy
 from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.run_directory import replace_text
 
-IMPORT = "import.json"
-"""File of a run directory that names the origin of an imported policy."""
+IMPORT = "import.json"  # file of a run directory that names the origin of an imported policy
 
 
 def import_policy(

@@ -34,8 +34,7 @@ DAMAGED = (
     *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error, struct.error),
 )
 """Exceptions that a damaged file can raise; RecursionError is a RuntimeError."""
-LARGEST_FILE = 2**30
-"""Largest size of a file, in bytes."""
+LARGEST_FILE = 2**30  # largest size of a file, in bytes
 PACKAGES = ("numpy.", "gymnasium.", "gym.", "stable_baselines3.")
 """Packages whose names a pickle may use."""
 NEEDED_NAME = re.compile(r"GLOBAL (\S+)")
