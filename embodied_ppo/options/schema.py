@@ -857,7 +857,7 @@ class EvaluationConfig:
 @dataclass(frozen=True)
 class LanguageModelConfig:
     path: Text | None = None
-    """Directory of a transformers model (config.json, safetensors, tokenizer); null: a new one."""
+    """Directory of a transformers model (config.json, weights, tokenizer); null: a new one."""
     architecture: dict[str, Any] = option({}, read_if=equals("actor.model.path", None))
     """Architecture of a new model: model_type and other fields of transformers' configuration."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -17,8 +17,9 @@ from embodied_ppo.core import guarded_files
 
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 """Arguments of ``from_pretrained``: never download files or run code of a checkpoint."""
-LOCAL_WEIGHTS = LOCAL | {"use_safetensors": True}
-"""The same for weights. Other formats can run code when they are read."""
+LOCAL_WEIGHTS = LOCAL | {"weights_only": True}
+"""The same for weights: safetensors, or without them files of ``torch.save`` (``.bin``), of which
+tensors and plain values are read; a pickle that would run code is refused."""
 
 
 @contextlib.contextmanager

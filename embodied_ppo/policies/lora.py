@@ -249,8 +249,8 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
 # ------------------------------------------------------------------------------------------ weights
 def digest(folder: str | Path) -> Tensor:
-    """Return the sha256 of names and bytes of a directory's config.json and safetensors, with
-    those of an adapter's base model, uint8 [32].
+    """Return the sha256 of names and bytes of a directory's config.json and safetensors (without
+    them: pytorch_model*.bin), with those of an adapter's base model, uint8 [32].
 
     Raises:
         OSError: A file cannot be read.
@@ -262,7 +262,9 @@ def digest(folder: str | Path) -> Tensor:
         file
         for directory in dict.fromkeys((folder, adapter or folder, base))
         for file in sorted(directory.iterdir())
-        if file.suffix == ".safetensors" or file.name in names
+        if file.suffix == ".safetensors"
+        or file.name in names
+        or (file.match("pytorch_model*.bin") and not any(directory.glob("model*.safetensors")))
     ]
 
     def file_digest(file: Path) -> bytes:

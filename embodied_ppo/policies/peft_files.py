@@ -138,7 +138,7 @@ def adapter_folder(folder: Path) -> Path | None:
     OpenVLA-OFT's training writes the adapter into ``lora_adapter``. Its published models hold one,
     too, beside the merged weights.
     """
-    if any(folder.glob("model*.safetensors*")):
+    if any(folder.glob("model*.safetensors*")) or any(folder.glob("pytorch_model*.bin*")):
         return None
     folders = (folder, folder / "lora_adapter")
     return next((x for x in folders if (x / CONFIG).is_file()), None)
@@ -242,7 +242,8 @@ class Adapter:
 
 def _holds_weights(file: Path) -> bool:
     """Return whether a file contains weights, or is the index of weight files."""
-    return ".safetensors" in file.name and "processor" not in file.name
+    name = file.name
+    return (".safetensors" in name and "processor" not in name) or name.startswith("pytorch_model")
 
 
 def _write_json(file: Path, contents: Mapping[str, object]) -> None:

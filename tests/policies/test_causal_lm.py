@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +15,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from embodied_envs.base.errors import ConfigError
-from embodied_ppo.policies import causal_lm, decoder
+from embodied_ppo.policies import causal_lm, decoder, lora
 from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.policies.decoder import Attend, Decoder, Packing
 
@@ -113,6 +117,44 @@ def test_load_a_directory(tmp_path: Any) -> None:
     again = LanguagePolicy(causal_lm.load(str(tmp_path), {}, section="actor.model"))
     ids, place = rows()
     assert torch.equal(policy.hidden(ids, place), again.hidden(ids, place))
+
+
+class Payload:
+    """Creates a folder when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("pwned",)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_pickled_weights_are_read_without_running_code(
+    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy, folder = make("qwen3"), tmp_path / "model"
+    policy.model.config.save_pretrained(folder)
+    state = policy.model.state_dict()
+    names = ["pytorch_model.bin"]
+    if sharded:
+        names = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+        index = {name: names[i % 2] for i, name in enumerate(state)}
+        contents = {"metadata": {"total_size": 0}, "weight_map": index}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(contents))
+    for i, name in enumerate(names):
+        part = {key: x.clone() for key, x in list(state.items())[i :: len(names)]}
+        torch.save(part, folder / name)
+    again = LanguagePolicy(causal_lm.load(str(folder), {}, section="actor.model"))
+    ids, place = rows()
+    assert torch.equal(policy.hidden(ids, place), again.hidden(ids, place))
+    # The digest of an adapter's base depends on every shard.
+    before = lora.digest(folder)
+    torch.save({**torch.load(folder / names[-1]), "x": torch.zeros(1)}, folder / names[-1])
+    assert not torch.equal(lora.digest(folder), before)
+    for save in (torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))):
+        save({**state, "x": Payload()}, folder / names[-1])
+        with pytest.raises(ConfigError, match=r"actor\.model\.path=") as refused:
+            causal_lm.load(str(folder), {}, section="actor.model")
+        assert "\n" not in str(refused.value) and not Path("pwned").exists()
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Any) -> None:
