@@ -18,6 +18,14 @@ SHORT = {
         ),
         "embodied-ppo evaluate": "episodes=2 num_envs=2 video=false",
     },
+    "trl.md": {
+        "run_dir=runs/ppo": (
+            "updates=1 algorithm.rollout_batch_size=4 algorithm.global_batch_size=4 device=cpu"
+            " algorithm.micro_batch_size=4 algorithm.response_length=8 evaluation.episodes=4"
+            " compile=never threads=1"
+        ),
+        "embodied-ppo evaluate": "episodes=4",
+    },
     "rough_terrain.md": {
         "embodied-ppo train": (
             "env.num_envs=8 env.num_threads=1 updates=2 algorithm.horizon=8 compile=never"
