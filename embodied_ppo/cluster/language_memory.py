@@ -87,7 +87,9 @@ class LanguageMemoryEstimator(MemoryEstimator):
                     need[purpose] += size
             # Actor and critic train one after the other, so the larger activations count.
             trained = [role for role in ("actor", "critic") if role in roles]
-            steps = (self._step(role, learners, limit) for role in trained)
+            steps = [self._step(role, learners, limit) for role in trained]
+            if "actor" in roles and config.cloning.steps:
+                steps.append(self._cloning_step(limit, learners))
             need["activations"] = max(steps, default=0)
             if "actor" in roles or rolls_out:
                 # The experience is divided over the rollouts or the learners; count the larger
@@ -104,6 +106,18 @@ class LanguageMemoryEstimator(MemoryEstimator):
         if self.config.cluster.shard:
             return memory_estimate.sharded_bytes(model, learners, acts=acts)
         return memory_estimate.model_bytes(model, counted)
+
+    def _cloning_step(self, limit: int, learners: int) -> int:
+        """Return the bytes of a pass of supervised fine-tuning, whose batch has a size of its own.
+
+        ``limit`` is none if it allows a complete minibatch of PPO.
+        """
+        a, size = self.config.algorithm, self.config.cloning.batch_size
+        rows = min(size, self.micro_batch_size or size)
+        if limit < a.global_batch_size * a.group_size // learners:
+            rows = min(rows, limit)
+        width, length = self.longest, a.response_length
+        return memory_estimate.language_step(self.policy, rows, width, length, entropy=False)
 
     def _step(self, role: str, learners: int, limit: int) -> int:
         """Return the bytes of one forward and backward pass of at most ``limit`` responses."""

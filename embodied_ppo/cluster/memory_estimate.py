@@ -159,7 +159,7 @@ def _encode(policy: Policy, obs: Any, rows: int) -> Any:
 
 
 @contextmanager
-def _freed_gradients(model: nn.Module) -> Iterator[set[Tensor]]:
+def freed_gradients(model: nn.Module) -> Iterator[set[Tensor]]:
     """Free each gradient as soon as it is complete; yield the parameters that got one."""
     with_gradient = set[Tensor]()
 
@@ -282,7 +282,12 @@ def kv_cache_bytes(policy: LanguagePolicy, slots: int, width: int) -> int:
 
 
 def language_step(
-    model: LanguagePolicy | LanguageCritic, rows: int, width: int, length: int
+    model: LanguagePolicy | LanguageCritic,
+    rows: int,
+    width: int,
+    length: int,
+    *,
+    entropy: bool = True,
 ) -> int:
     """Estimate the memory of the forward and backward pass of a micro-batch.
 
@@ -291,12 +296,13 @@ def language_step(
         rows: Number of sequences.
         width: Tokens of a sequence.
         length: Number of response tokens at the end of a sequence.
+        entropy: Whether the loss of a policy reads the entropy.
 
     Returns:
         Peak in bytes, without weights and gradients.
     """
 
-    with _freed_gradients(model), fake_tensors(model) as known:
+    with freed_gradients(model), fake_tensors(model) as known:
         # The rows share no prefix. The places are those of the responses.
         ids = torch.arange(rows).unsqueeze(1).repeat(1, width)
         place, action = torch.arange(width - length, width).repeat(rows, 1), ids[:, -length:]
@@ -307,7 +313,7 @@ def language_step(
                 # Log-probabilities and entropy, as the policy loss reads them.
                 view = model.view(model.hidden(ids, place), action)
                 assert view.entropy is not None
-                loss = (view.log_prob + view.entropy).sum()
+                loss = (view.log_prob + view.entropy if entropy else view.log_prob).sum()
             loss.backward()
             del loss
     return counter.peak
@@ -341,7 +347,7 @@ def estimate_update(
     rows = t.version.numel()
     parts = (c.logprob_forward_micro_batch_size or rows) < rows
     # The peak of forward and backward pass; gradients and weights are counted below.
-    with _freed_gradients(policy) as with_gradient, fake_tensors(policy) as known:
+    with freed_gradients(policy) as with_gradient, fake_tensors(policy) as known:
         sample = _zeros(t.obs, size, device, batch_dims=2)
         inputs = _encode(policy, sample, rows)
         # One micro-batch as the learner builds it.

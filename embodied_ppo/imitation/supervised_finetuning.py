@@ -82,6 +82,7 @@ def finetune(
     lr_warmup: int,
     label: str,
     tokens: int | None = None,
+    rows: int | None = None,
 ) -> list[float]:
     """Minimise the mean loss of the response tokens of each batch with AdamW.
 
@@ -91,7 +92,7 @@ def finetune(
         lr: Learning rate.
         lr_warmup: Steps over which the rate rises linearly.
         label: Name of the computation, for messages.
-        tokens: Limit of tokens in a forward pass. It changes results by rounding only.
+        tokens, rows: Limits of a forward pass. They change results by rounding only.
 
     Returns:
         The loss of each step.
@@ -104,7 +105,7 @@ def finetune(
     for step, batch in enumerate(batches):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / max(1, lr_warmup))
         count, total = sum(len(response) for _, response in batch), 0.0
-        for part in _parts(batch, tokens):
+        for part in _parts(batch, tokens, rows):
             value = loss(policy, part, count)
             if not torch.isfinite(value):
                 raise TrainingError(
@@ -119,15 +120,18 @@ def finetune(
     return losses
 
 
-def _parts(batch: Sequence[Example], tokens: int | None) -> Iterator[Sequence[Example]]:
-    """Yield a batch in parts of rows of similar length, of at most ``tokens`` with padding."""
-    if tokens is None:
+def _parts(
+    batch: Sequence[Example], tokens: int | None, rows: int | None
+) -> Iterator[Sequence[Example]]:
+    """Yield a batch in parts of at most ``rows`` of similar length and ``tokens`` with padding."""
+    if tokens is None and rows is None:
         yield batch
         return
     part: list[Example] = []
     for example in sorted(batch, key=lambda x: len(x[0]) + len(x[1])):
         # Rows are padded to the length of the last one, which is the longest.
-        if part and (len(part) + 1) * sum(map(len, example)) > tokens:
+        size = (len(part) + 1) * sum(map(len, example))
+        if part and (len(part) == rows or (tokens is not None and size > tokens)):
             yield part
             part = []
         part.append(example)

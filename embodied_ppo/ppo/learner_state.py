@@ -174,7 +174,8 @@ class LearnerState:
         """
         value_head, model = isinstance(self.critic, SharedCritic), self.separate_critic
         if model is not None and state["critic"] is None:
-            raise ConfigError("start a new run: the checkpoint contains no critic to continue with")
+            hint = "start a new run, with initial_policy=RUN"
+            raise ConfigError(f"{hint}: the checkpoint contains no critic to continue with")
         c = self.config
         has_reference = c.use_kl_loss or c.use_kl_in_reward
         if has_reference and state["reference"] is None:

@@ -234,7 +234,8 @@ def _has_initial_critic(spec: RunSpec) -> bool:
     source = spec.initial_policy
     if source is None or spec.checkpoint is not None:
         return False
-    return stored_config(source).algorithm.adv_type == "gae"
+    # Before the first update a critic is a copy of the actor, if there is one.
+    return source.update > 0 and stored_config(source).algorithm.adv_type == "gae"
 
 
 def _reference(spec: RunSpec, roles: Sequence[str], inputs: Inputs) -> FrozenReference | None:
@@ -335,6 +336,7 @@ def _clone(config: Config, inputs: Inputs, messages: Messages) -> None:
         lr_warmup=c.steps // 10,
         label="cloning",
         tokens=a.micro_batch_tokens,
+        rows=a.micro_batch_size,
     )
     passes = f"{sampler.epoch:.2g} passes"
     messages.add(f"cloning: loss {losses[0]:.4g} to {losses[-1]:.4g} in {passes}")

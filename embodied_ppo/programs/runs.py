@@ -16,7 +16,7 @@ from embodied_ppo.options import batch_sizes, validation
 from embodied_ppo.options.rules.base import refuse
 from embodied_ppo.options.schema import Config
 from embodied_ppo.programs.open_run import OpenRun, open_run, started
-from embodied_ppo.programs.run_spec import budget_options
+from embodied_ppo.programs.run_spec import RunSpec, budget_options
 from embodied_ppo.training import checkpoint, generations, loop
 from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.logging import Timer, numbers, peak_rss_mb, process_age_s
@@ -156,7 +156,7 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
         config = replace(config, updates=config.updates or 1)
     with (
         started(config, explicit=explicit, quiet=quiet) as (spec, messages, bar),
-        open_run(spec, messages, bar) as run,
+        open_run(_without_critic(spec), messages, bar) as run,
     ):
         system, log, timer, start_s = run.system, run.log, Timer(), time.perf_counter()
         log.say(f"{config.name}: {run.built.title}, cloned, in {spec.run_dir}")
@@ -169,6 +169,17 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
         wall_s = round(time.perf_counter() - start_s, 3)
         measurements = {"updates": 0, "wall_s": wall_s, **run.results("final")}
         return run.write_summary(measurements, written)
+
+
+def _without_critic(spec: RunSpec) -> RunSpec:
+    """Return the run of a language model in this process without critic and reference, which need
+    memory and are not used before PPO.
+    """
+    if spec.config.mode != "reasoning" or spec.plan is not None:
+        return spec
+    a = replace(spec.config.algorithm, adv_type="reinforce")
+    a = replace(a, use_kl_loss=False, use_kl_in_reward=False)
+    return replace(spec, config=replace(spec.config, algorithm=a))
 
 
 def _check_cloning(config: Config) -> None:
@@ -184,7 +195,8 @@ def _check_cloning(config: Config) -> None:
     )
     refuse(small, "write model.policy=token, flow or gaussian: clone trains no actor_critic")
     refuse(config.cloning.steps == 0, "write cloning.steps=1500: cloning.steps=0 trains nothing")
-    continuation = "continue with PPO: embodied-ppo train resume={} run_dir=NEW"
+    option = "initial_policy" if reasoning else "resume"
+    continuation = f"continue with PPO: embodied-ppo train {option}={{}} run_dir=NEW"
     refuse(
         config.resume is not None,
         f"remove resume, or {continuation.format(config.resume)}: clone starts a new run",

@@ -59,14 +59,11 @@ def test_loss_is_the_mean_over_response_tokens() -> None:
 
 
 def test_parts_of_a_batch_do_not_change_the_step() -> None:
-    policies = [make(), make()]
     batches = [EXAMPLES[:4], EXAMPLES[4:8]]
     options: dict[str, Any] = {"lr": 1e-3, "lr_warmup": 1, "label": "test"}
-    whole, parts = (
-        finetune(policy, batches, **options, tokens=tokens)
-        for policy, tokens in zip(policies, (None, 8), strict=True)
-    )
-    assert parts == pytest.approx(whole, rel=1e-5) and whole[1] < whole[0]
+    limits: list[dict[str, int]] = [{}, {"tokens": 8}, {"rows": 3}, {"tokens": 30, "rows": 1}]
+    whole, *parts = (finetune(make(), batches, **options, **limit) for limit in limits)
+    assert all(x == pytest.approx(whole, rel=1e-5) for x in parts) and whole[1] < whole[0]
 
 
 def test_one_step_equals_adamw_by_hand(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ import yaml
 from run_helpers import run_command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from embodied_ppo.cluster import run_plan
+from embodied_ppo.cluster.memory_estimate import AllocationCounter, freed_gradients
 from embodied_ppo.commands import main
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.data.prompts import demonstrations
@@ -461,9 +463,13 @@ def test_clone_learns_the_responses_of_a_file(capsys: Capture) -> None:
     summary = run_command(capsys, "clone", *options, *steps, "run_dir=cloned")
     assert summary["final_success"] == 1, log("cloned")
     assert "cloning: 40 steps on 12 responses" in log("cloned") and "6.7 passes" in log("cloned")
+    # Cloning needs no critic; PPO creates one.
+    assert contents(Path("cloned"), 0)[1]["learner"]["critic_weights"] is None
     sizes = ["algorithm.rollout_batch_size=4", "algorithm.global_batch_size=4", "updates=1"]
     start = ["initial_policy=cloned", "run_dir=ppo"]
     assert run_command(capsys, "train", *options, *sizes, *start)["initial_success"] == 1
+    assert contents(Path("ppo"), 1)[1]["learner"]["critic_weights"] is not None
+    assert "initial_policy" in refusal(capsys, "train", "resume=cloned", "updates=1")
 
     # Only the response and its end are learned.
     config = loader.load(Config, yaml.safe_load(Path("cloned/config.yaml").read_text()))
@@ -478,6 +484,20 @@ def test_clone_learns_the_responses_of_a_file(capsys: Capture) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     expected = reference(ids, labels=labels).loss.item()
     assert finetuning_loss(policy, [example]).item() == pytest.approx(expected, rel=1e-5)
+
+    # The memory of a batch is predicted, and limited by micro-batches.
+    algorithm = replace(config.algorithm, micro_batch_tokens=None, global_batch_size=4)
+    large = replace(config, algorithm=algorithm, cloning=replace(config.cloning, batch_size=64))
+    estimator = run_plan.memory_estimator(large)
+    plan = run_plan.plan_on_one_device(large, torch.device("cpu"))
+    (needs,), (limited,) = (estimator.estimate_memory(plan, x).values() for x in (None, 2))
+    longest = max(p.ids for p in prompts if len(p.ids) + 16 == estimator.longest)
+    tensors = [*policy.parameters(), *policy.buffers()]
+    with freed_gradients(policy), AllocationCounter(tensors) as counter:
+        # The first tokens differ: rows without a common prefix.
+        finetuning_loss(policy, [((i, *longest[1:]), longest[:16]) for i in range(64)]).backward()
+    assert needs["activations"] == pytest.approx(counter.peak, rel=0.1)
+    assert limited["activations"] < counter.peak / 10
 
     verl = {"prompt": "1+1=", "reward_model": {"ground_truth": "2"}, "data_source": "own"}
     answers = write_lines("verl.jsonl", [verl])
