@@ -37,7 +37,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> ep.Run:
+def run(tmp_path_factory) -> ep.Run:
     return ep.train(run_dir=tmp_path_factory.mktemp("api") / "run", progress=False, **OPTIONS)
 
 
@@ -96,7 +96,7 @@ def test_refused_options_raise_one_line(options: dict[str, Any], message: str) -
 
 
 @pytest.mark.slow
-def test_a_config_is_trained_as_its_options_are(run: ep.Run, tmp_path: Path) -> None:
+def test_a_config_is_trained_as_its_options_are(run: ep.Run, tmp_path) -> None:
     config = ep.config(**{**OPTIONS, "run_dir": str(tmp_path / "run")})
     with pytest.raises(ep.ConfigError, match="seed: is not read beside a Config"):
         ep.train(config, seed=1)
@@ -105,9 +105,7 @@ def test_a_config_is_trained_as_its_options_are(run: ep.Run, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_result_equals_that_of_the_command_line(
-    run: ep.Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_result_equals_that_of_the_command_line(run: ep.Run, tmp_path, capsys) -> None:
     lines = [f"run_dir={tmp_path / 'run'}", *override_lines("train", OPTIONS)]
     summary = run_command(capsys, "train", *lines)
     assert summary["final_return"] == run.final_return
@@ -154,7 +152,7 @@ def test_batches_tensors_and_samples(run: ep.Run) -> None:
     assert not np.array_equal(ep.load(run, seed=2).act(obs, deterministic=False), samples)
 
 
-def test_a_policy_trained_with_delays_acts_without_them(tmp_path: Path) -> None:
+def test_a_policy_trained_with_delays_acts_without_them(tmp_path) -> None:
     env = {**OPTIONS["env"], "realism": {"action_delay": 1}}
     options = {**OPTIONS, "updates": 1, "env": env, "run_dir": tmp_path / "run"}
     action = ep.train(progress=False, **options).policy.act(np.zeros(3))
@@ -201,7 +199,7 @@ REFUSALS = (ep.ConfigError, ep.CheckpointError, ep.EnvError, ep.PlacementError)
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_every_wrong_type_is_refused(tmp_path: Path, monkeypatch: Any, kind: str) -> None:
+def test_every_wrong_type_is_refused(tmp_path, monkeypatch, kind: str) -> None:
     monkeypatch.chdir(tmp_path)
     value: Any = WRONG[kind]
     calls: list[Any] = [

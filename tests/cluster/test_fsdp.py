@@ -90,7 +90,7 @@ def _ranked(call: bytes) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Processes]]:
+def worlds(tmp_path_factory) -> Iterator[Callable[[int], Processes]]:
     """Return the processes of a world size, which are started at the first use.
 
     They are forked from a process that has imported what they need. It has the paths of this
@@ -111,12 +111,12 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int],
 
 
 @pytest.fixture(params=[2, 4])
-def processes(request: pytest.FixtureRequest, worlds: Callable[[int], Processes]) -> Processes:
+def processes(request, worlds: Callable[[int], Processes]) -> Processes:
     return worlds(request.param)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Return a folder with a directory of each kind of published model."""
     root = tmp_path_factory.mktemp("published")
     tiny_openvla_checkpoint.write_checkpoint(root / "openvla")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,9 +85,7 @@ def test_offloaded_tensors_are_restored_in_place() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
-def test_offloading_works_with_sharded_parameters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloading_works_with_sharded_parameters(tmp_path, monkeypatch) -> None:
     options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 2}
     options["updates"] = 3
     options["algorithm__use_kl_loss"] = True
@@ -101,9 +98,7 @@ def test_offloading_works_with_sharded_parameters(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
-def test_offloading_does_not_change_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloading_does_not_change_training(tmp_path, monkeypatch) -> None:
     """Tensors are offloaded and loaded in every phase, as on a GPU."""
     options: dict[str, Any] = {"placement": "colocated", "cluster__devices_per_node": 1}
     expected = train(tmp_path / "local")  # one process gives the same results

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,7 +58,7 @@ def test_pack_and_unpack_copy_tensors_bit_for_bit() -> None:
     assert all(bits(received[name]) == bits(x) for name, x in sent.items())
 
 
-def test_buckets_contain_all_bytes_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buckets_contain_all_bytes_in_order(monkeypatch) -> None:
     sent, received = WeightBuffer(named()), named()
     for size, count in ((1, 6), (64, 3), (1 << 20, 1)):
         monkeypatch.setattr(weight_sync, "BUCKET", size)
@@ -138,9 +137,7 @@ def test_shared_buffer_is_mapped_by_another_process_and_freed() -> None:
     assert set(os.listdir("/dev/shm")) == before
 
 
-def test_receiver_has_read_the_buffer_before_the_sender_writes_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_receiver_has_read_the_buffer_before_the_sender_writes_again(monkeypatch) -> None:
     """On CUDA, copies are in progress when ``unpack`` returns."""
     sender, receiver = (Worker(WorkerSpec((), {}), policy=nn.Linear(3, 2)) for _ in range(2))
     for worker in (sender, receiver):
@@ -169,7 +166,7 @@ PLACEMENTS: dict[tuple[str, ...], dict[str, Any]] = {
 @pytest.mark.usefixtures("eight_slots")
 @pytest.mark.parametrize("transports", PLACEMENTS, ids=",".join)
 def test_publish_gives_every_process_the_learners_tensors(
-    transports: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transports: tuple[str, ...], tmp_path, monkeypatch
 ) -> None:
     placement = {"cluster.component_placement": PLACEMENTS[transports]}
     c = run_helpers.tiny_config({**SMALL, **placement, "cluster.devices_per_node": 4})

@@ -39,7 +39,7 @@ SMALL = [
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path, monkeypatch) -> None:
     """Run every test in an empty folder with its own cache."""
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
     (tmp_path / "cwd").mkdir()
@@ -70,7 +70,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 # -------------------------------------------------------------------------------------------- demos
 @pytest.mark.slow
-def test_demonstrations_are_recorded_and_continued(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demonstrations_are_recorded_and_continued(capsys) -> None:
     summary, err = run(capsys, "demos", "out=d", "episodes=5", "env.image_size=16")
     assert err == "recording 5 demonstrations into d\n"
     demos = read("d")
@@ -107,7 +107,7 @@ def test_demonstrations_are_recorded_and_continued(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.slow
-def test_recordings_depend_on_seed_and_noise(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recordings_depend_on_seed_and_noise(capsys) -> None:
     for options in (["out=a"], ["out=b"], ["out=c", "seed=1"], ["out=d", "noise=0.3"]):
         run(capsys, "demos", "episodes=3", "env.image_size=16", *options)
     a, b, c, d = (read(name).state for name in "abcd")
@@ -129,9 +129,7 @@ def test_recordings_depend_on_seed_and_noise(capsys: pytest.CaptureFixture[str])
         ("env.image_size=32", "observation.images.front=.*16, 16, 3.* not .*32, 32, 3"),
     ],
 )
-def test_recording_with_other_options_is_refused(
-    option: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_recording_with_other_options_is_refused(option: str, message: str, capsys) -> None:
     def contents() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in Path("d").rglob("*") if path.is_file()}
 
@@ -144,7 +142,7 @@ def test_recording_with_other_options_is_refused(
 
 
 @pytest.mark.slow
-def test_invalid_folders_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_folders_are_refused(capsys) -> None:
     Path("file").touch()
     Path("other").mkdir()
     Path("other/thesis.tex").touch()
@@ -160,9 +158,7 @@ def test_invalid_folders_are_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_recording_keeps_finished_episodes(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_recording_keeps_finished_episodes(number: signal.Signals, capsys) -> None:
     arguments = command("demos", "out=d", "episodes=100000", "env.image_size=16")
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
@@ -182,7 +178,7 @@ def test_interrupted_recording_keeps_finished_episodes(
 
 
 @pytest.mark.slow
-def test_full_disk_keeps_finished_episodes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_keeps_finished_episodes(capsys) -> None:
     """The limit of file size is half of the largest file, so the next file cannot be finished."""
     run(capsys, "demos", "out=d", "episodes=64", "env.image_size=16")
     largest = max(path.stat().st_size for path in Path("d").rglob("*") if path.is_file())
@@ -206,7 +202,7 @@ def test_full_disk_keeps_finished_episodes(capsys: pytest.CaptureFixture[str]) -
     assert summary["found"] == 64 and int(read("d").episode[-1]) == 64
 
 
-def test_options_of_demos_and_clone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_of_demos_and_clone(capsys) -> None:
     rows, _ = run(capsys, "config", "demos", "noise=0.1")
     assert (rows["noise"]["value"], rows["noise"]["source"]) == (0.1, "command line")
     task = rows["env.id"]
@@ -219,9 +215,7 @@ def test_options_of_demos_and_clone(capsys: pytest.CaptureFixture[str]) -> None:
 # -------------------------------------------------------------------------------------------- clone
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["token", "flow", "gaussian"])
-def test_ppo_from_a_clone_equals_train_with_cloning(
-    policy: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ppo_from_a_clone_equals_train_with_cloning(policy: str, capsys, monkeypatch) -> None:
     if policy != "token":  # memory estimates take half of the time of these runs
         monkeypatch.setattr(run_plan, "can_estimate", lambda *_, **__: False)
     run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16")
@@ -273,9 +267,7 @@ def test_ppo_from_a_clone_equals_train_with_cloning(
 
 
 @pytest.mark.slow
-def test_a_data_set_of_another_rate_is_refused_or_resampled(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_data_set_of_another_rate_is_refused_or_resampled(capsys, monkeypatch) -> None:
     monkeypatch.setattr(run_plan, "can_estimate", lambda *_, **__: False)
     run(capsys, "demos", "out=source", "episodes=4", "env.image_size=16")
     demos = read("source")
@@ -297,9 +289,7 @@ def test_a_data_set_of_another_rate_is_refused_or_resampled(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_clone_leaves_no_run(
-    number: signal.Signals, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_interrupted_clone_leaves_no_run(number: signal.Signals, capsys) -> None:
     run(capsys, "demos", "out=d", "episodes=4", "env.image_size=16")
     arguments = command("clone", *SMALL, "cloning.steps=1000000", "run_dir=run")
     process = subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)

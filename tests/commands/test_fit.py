@@ -52,7 +52,7 @@ LANGUAGE = [
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -138,9 +138,7 @@ ONE = ["--devices", "1"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unit", ["step", "column"])
-def test_micro_batches_train_like_one_minibatch(
-    unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_micro_batches_train_like_one_minibatch(unit: str, tmp_path, capsys) -> None:
     """Compare four minibatches of 512 in one pass each with micro-batches."""
     options = [*ROBOT, "algorithm.global_batch_size=512", f"algorithm.minibatch_unit={unit}"]
     memory = device_memory(memory_needs(*options), less=0.6)
@@ -165,9 +163,7 @@ def test_micro_batches_train_like_one_minibatch(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
-def test_one_learner_with_micro_batches_trains_like_two(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_learner_with_micro_batches_trains_like_two(tmp_path, capsys) -> None:
     options = [
         *ROBOT,
         "algorithm.global_batch_size=2048",
@@ -200,11 +196,7 @@ def test_one_learner_with_micro_batches_trains_like_two(
     ids=["responses", "tokens"],
 )
 def test_micro_batches_train_a_language_model_like_one_minibatch(
-    options: list[str],
-    changed: str,
-    original: int,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    options: list[str], changed: str, original: int, tmp_path, capsys
 ) -> None:
     options = [*LANGUAGE, *options]
     summary = fit(capsys, *options, device_memory(memory_needs(*options), less=0.6), *ONE)
@@ -213,14 +205,14 @@ def test_micro_batches_train_a_language_model_like_one_minibatch(
     check_equal_training(options, tmp_path)
 
 
-def test_recipe_that_fits_keeps_its_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_that_fits_keeps_its_micro_batches(capsys) -> None:
     options = [*ROBOT, "algorithm.micro_batch_size=64", "compile=always"]
     summary = fit(capsys, *options, "--devices", "1")
     assert summary["changes"] == []
     assert summary["recipe"]["algorithm"]["micro_batch_size"] == 64
 
 
-def test_placement_is_kept_or_becomes_fused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_placement_is_kept_or_becomes_fused(capsys) -> None:
     options = [*ROBOT, "cluster.devices_per_node=4"]
     summary = fit(capsys, *options, "placement=fused", "--devices", "2")
     assert changed_options(summary) == {"cluster.devices_per_node": (4, 2)}
@@ -236,7 +228,7 @@ def test_placement_is_kept_or_becomes_fused(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.slow
-def test_cut_minibatches_are_not_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cut_minibatches_are_not_compiled(capsys) -> None:
     """Compiled minibatches have one shape."""
     options = [*ROBOT, "algorithm.global_batch_size=2048"]
     memory = device_memory(memory_needs(*options), less=0.5)
@@ -244,7 +236,7 @@ def test_cut_minibatches_are_not_compiled(capsys: pytest.CaptureFixture[str]) ->
     assert changed_options(summary)["compile"] == ("always", "auto")
 
 
-def test_recipe_for_an_absent_gpu_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_for_an_absent_gpu_is_printed(capsys) -> None:
     arguments = [
         "fit",
         "experiment=halfcheetah",
@@ -268,7 +260,7 @@ def test_recipe_for_an_absent_gpu_is_printed(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_written_recipe_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
+def test_written_recipe_is_complete(capsys) -> None:
     """The file composes to the fitted options, without those that GRPO does not read."""
     options = [
         "experiment=arithmetic",
@@ -300,9 +292,7 @@ def test_written_recipe_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_invalid_input_is_refused(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_input_is_refused(arguments: list[str], message: str, tmp_path, capsys) -> None:
     assert main.main(["fit", *arguments]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     for part in message.split(" .. "):

@@ -43,7 +43,7 @@ GSM8K = ["actor.model.path", "data.eval", "data.train"]
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_folder(tmp_path, monkeypatch) -> Path:
     """Run every test in its own empty folder."""
     folder = tmp_path / "cwd"
     folder.mkdir()
@@ -52,7 +52,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def user_configs(tmp_path: Path) -> Path:
+def user_configs(tmp_path) -> Path:
     """Write configs of a user: primary configs, experiments and groups; return the folder."""
     files = {
         "mine.yaml": (
@@ -230,7 +230,7 @@ REFUSALS = [
 ]
 
 
-def test_number_with_thousands_of_digits_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_with_thousands_of_digits_is_refused(capsys) -> None:
     assert main.main(["config", "seed=" + "9" * 5000]) == 2
     assert "is not understood (Exceeds the limit (4300 digits)" in capsys.readouterr().err
 
@@ -239,9 +239,7 @@ def test_number_with_thousands_of_digits_is_refused(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("line", "parts"), REFUSALS, ids=[line or "(no arguments)" for line, _ in REFUSALS]
 )
-def test_refusal_is_one_line_and_writes_nothing(
-    line: str, parts: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusal_is_one_line_and_writes_nothing(line: str, parts: str, capsys) -> None:
     before = time.process_time()
     code = main.main(line.split(" ") if line else [])
     seconds, out = time.process_time() - before, capsys.readouterr()
@@ -257,9 +255,7 @@ def test_refusal_is_one_line_and_writes_nothing(
 @pytest.mark.parametrize(
     "option", ["model.rnn_type", "env.robot", "algorithm.whatever", "optimizer"]
 )
-def test_unknown_option_without_a_similar_name_has_no_suggestion(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_option_without_a_similar_name_has_no_suggestion(option: str, capsys) -> None:
     assert main.main(["config", f"{option}=x"]) == 2
     assert "did you mean" not in (err := capsys.readouterr().err) and f"{option} = x" in err
 
@@ -276,9 +272,7 @@ def test_unknown_option_without_a_similar_name_has_no_suggestion(
         ("min", "did you mean mine?"),
     ],
 )
-def test_invalid_user_config_is_refused(
-    name: str, parts: str, user_configs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_user_config_is_refused(name: str, parts: str, user_configs: Path, capsys) -> None:
     assert main.main(["train", "--config-dir", str(user_configs), "--config-name", name]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1, err
@@ -287,9 +281,7 @@ def test_invalid_user_config_is_refused(
     assert files_in_cwd() == []
 
 
-def test_deleted_working_directory_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deleted_working_directory_is_refused(monkeypatch, capsys) -> None:
     Path("deleted").mkdir()
     parent = Path.cwd()
     monkeypatch.chdir("deleted")
@@ -319,7 +311,7 @@ def test_refusals_of_a_process() -> None:
 
 # --------------------------------------------------------------------------------------------- plan
 @pytest.mark.slow
-def test_plan_of_a_robot_policy(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_of_a_robot_policy(capsys) -> None:
     arguments = ["plan", "experiment=bench_wide", "compile=auto", "placement=pipelined"]
     arguments += ["cluster.devices_per_node=2", "device=cpu"]
     assert main.main(arguments) == 0
@@ -342,7 +334,7 @@ def test_plan_of_a_robot_policy(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 # -------------------------------------------------------------------------------------- composition
-def test_source_of_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_source_of_defaults(capsys) -> None:
     rows = config(capsys, "experiment=null")
     composed = {path for path, row in rows.items() if row["source"] != "default"}
     assert composed == {"mode", "placement"}
@@ -358,14 +350,14 @@ def test_source_of_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_quickstart_is_the_default_experiment(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_is_the_default_experiment(capsys) -> None:
     assert config(capsys) == config(capsys, "experiment=quickstart")
     rows = config(capsys)
     assert rows["env.id"]["source"] == "configs/experiment/quickstart.yaml"
     assert rows["name"]["value"] == "quickstart"
 
 
-def test_source_of_each_option(capsys: pytest.CaptureFixture[str], user_configs: Path) -> None:
+def test_source_of_each_option(capsys, user_configs: Path) -> None:
     rows = config(
         capsys, "--config-dir", user_configs, "--config-name", "mine", "algorithm.lam=0.9", "seed=3"
     )
@@ -384,9 +376,7 @@ def test_source_of_each_option(capsys: pytest.CaptureFixture[str], user_configs:
         assert rows[path]["source"] == str(user_configs / "experiment" / f"{file}.yaml")
 
 
-def test_command_line_overrides_files_under_any_alias(
-    capsys: pytest.CaptureFixture[str], user_configs: Path
-) -> None:
+def test_command_line_overrides_files_under_any_alias(capsys, user_configs: Path) -> None:
     rows = config(
         capsys,
         "--config-dir",
@@ -408,9 +398,7 @@ def test_command_line_overrides_files_under_any_alias(
     assert rows["algorithm.value_loss_coef"]["value"] == 2.0
 
 
-def test_group_on_the_command_line_overrides_the_experiment(
-    capsys: pytest.CaptureFixture[str], user_configs: Path
-) -> None:
+def test_group_on_the_command_line_overrides_the_experiment(capsys, user_configs: Path) -> None:
     paths = ("algorithm.lr", "algorithm.gamma")
     assert values(config(capsys, "--config-dir", user_configs, "experiment=tuned"), *paths) == [
         2e-3,
@@ -426,7 +414,7 @@ def test_group_on_the_command_line_overrides_the_experiment(
     assert config(capsys, "--config-dir", user_configs, *flags)["algorithm.lr"]["value"] == 1e-4
 
 
-def test_values_of_all_types(capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_of_all_types(capsys) -> None:
     flags = [
         "env.kwargs.a=1",
         "env.kwargs.b=[x,2]",
@@ -440,20 +428,20 @@ def test_values_of_all_types(capsys: pytest.CaptureFixture[str]) -> None:
     assert values(rows, *paths) == [{"a": 1, "b": ["x", 2]}, [8, 4], "runs/0.5-4", 4, 2, 0.5]
 
 
-def test_deletion_restores_the_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_deletion_restores_the_default(capsys) -> None:
     rows = config(capsys, "experiment=cartpole", "~algorithm.gamma")
     assert rows["algorithm.gamma"]["source"] == "default"
     assert config(capsys, "~experiment")["env.id"]["source"] == "default"
 
 
-def test_empty_section_cannot_replace_that_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_section_cannot_replace_that_of_a_file(capsys) -> None:
     assert main.main(["config", "experiment=tabletop_push", "env.kwargs={}"]) == 2
     assert "write ~env.kwargs, which removes" in capsys.readouterr().err
     assert config(capsys, "experiment=tabletop_push", "~env.kwargs")["env.kwargs"]["value"] == {}
     assert config(capsys, "experiment=null", "env.kwargs={}")["env.kwargs"]["value"] == {}
 
 
-def test_config_shows_sections_as_they_are_written(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_shows_sections_as_they_are_written(capsys) -> None:
     groups = "algorithm.reward_groups={run: {terms: [forward]}, other: {weight: 2}}"
     value = config(capsys, groups)["algorithm.reward_groups"]["value"]
     assert value["run"]["terms"] == ["forward"] and value["other"]["weight"] == 2
@@ -461,9 +449,7 @@ def test_config_shows_sections_as_they_are_written(capsys: pytest.CaptureFixture
     assert "{run: {terms: [forward], gamma: null" in capsys.readouterr().out
 
 
-def test_env_steps_conflict_with_updates_of_a_file(
-    capsys: pytest.CaptureFixture[str], user_configs: Path
-) -> None:
+def test_env_steps_conflict_with_updates_of_a_file(capsys, user_configs: Path) -> None:
     (user_configs / "experiment" / "short.yaml").write_text("# @package _global_\nupdates: 3\n")
     flags = ["--config-dir", str(user_configs), "experiment=short", "env_steps=100000"]
     assert main.main(["config", *flags]) == 2
@@ -474,7 +460,7 @@ def test_env_steps_conflict_with_updates_of_a_file(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [e["name"] for e in experiments(None)])
-def test_shipped_experiment_is_valid(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_experiment_is_valid(name: str, capsys) -> None:
     language = ["actor.model.path=x", "data.train={x: 2}", "data.eval=[x]", "run_dir=runs/${seed}"]
     required = language if name == "gsm8k_qwen2_5_0_5b" else []
     text = (shipped() / "experiment" / f"{name}.yaml").read_text()
@@ -485,7 +471,7 @@ def test_shipped_experiment_is_valid(name: str, capsys: pytest.CaptureFixture[st
     assert rows["name"]["value"] == name and rows["description"]["value"]
 
 
-def test_config_prints_value_source_and_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_prints_value_source_and_meaning(capsys) -> None:
     arguments = ["experiment=cartpole", "algorithm.lam=0.9", "--only", "estimator's trace"]
     assert main.main(["config", *arguments]) == 0
     out = capsys.readouterr()
@@ -502,7 +488,7 @@ def test_config_prints_value_source_and_meaning(capsys: pytest.CaptureFixture[st
     assert files_in_cwd() == []
 
 
-def test_config_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_of_evaluate(capsys) -> None:
     assert config(capsys, "evaluate", "episodes=3")["episodes"] == {
         "value": 3,
         "default": 100,
@@ -513,7 +499,7 @@ def test_config_of_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
-def test_config_shows_options_without_a_value(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_shows_options_without_a_value(capsys) -> None:
     assert main.main(["config", "--json", "experiment=gsm8k_qwen2_5_0_5b"]) == 0
     out, err = capsys.readouterr()
     rows = json.loads(out)
@@ -526,9 +512,7 @@ def test_config_shows_options_without_a_value(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("name", OWN_OPTIONS)
-def test_help_lists_the_options_of_the_command(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_lists_the_options_of_the_command(name: str, capsys) -> None:
     assert main.main([name, "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for path, option in strict.describe(OWN_OPTIONS[name]).items():
@@ -538,7 +522,7 @@ def test_help_lists_the_options_of_the_command(
 
 
 @pytest.mark.parametrize("name", OWN_OPTIONS)
-def test_config_name_selects_the_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_name_selects_the_command(name: str, capsys) -> None:
     assert config(capsys, "--config-name", name) == config(capsys, name)
     assert set(config(capsys, name)) == set(strict.describe(OWN_OPTIONS[name]))
 
@@ -556,7 +540,7 @@ def test_json_is_strict() -> None:
 
 
 # -------------------------------------------------------------------------------------- experiments
-def test_closed_streams_are_not_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_streams_are_not_an_error(monkeypatch) -> None:
     for name in ("stdout", "stderr"):  # the values after >&- 2>&-
         monkeypatch.setattr(sys, name, None)
     assert main.main(["experiments"]) == 0 and main.main(["experiments", "x"]) == 2
@@ -564,9 +548,7 @@ def test_closed_streams_are_not_an_error(monkeypatch: pytest.MonkeyPatch) -> Non
         stream.close()
 
 
-def test_experiments_lists_shipped_and_user_experiments(
-    capsys: pytest.CaptureFixture[str], user_configs: Path
-) -> None:
+def test_experiments_lists_shipped_and_user_experiments(capsys, user_configs: Path) -> None:
     assert main.main(["experiments"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(re.match(r"quickstart +\S.*", line) for line in lines)
@@ -621,7 +603,7 @@ def test_help_and_refusals_load_no_torch(line: str) -> None:
         assert len(done.stderr.splitlines()) == 1
 
 
-def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_all_commands(capsys) -> None:
     assert main.main(["--help"]) == 0
     text = capsys.readouterr().out
     for name in main.COMMANDS:
@@ -634,7 +616,7 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 # ---------------------------------------------------------------------------------------- real runs
 @pytest.mark.slow
-def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_resume_and_evaluate(capsys) -> None:
     pole = "gymnasium.envs.classic_control:CartPoleEnv"
     register = f"import gymnasium\ngymnasium.register('Pole-v0', '{pole}')\n"
     Path("printing.py").write_text(f"print('output of a simulator')\n{register}")
@@ -678,9 +660,7 @@ def test_train_resume_and_evaluate(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "- 1", "\x00"])
-def test_run_with_a_damaged_config_is_refused(
-    text: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_with_a_damaged_config_is_refused(text: str | None, capsys) -> None:
     Path("run").mkdir()
     if text is not None:
         Path("run/config.yaml").write_text(text)
@@ -691,7 +671,7 @@ def test_run_with_a_damaged_config_is_refused(
     assert files_in_cwd() == before
 
 
-def test_last_line_of_a_failed_run_states_the_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_line_of_a_failed_run_states_the_cause(capsys) -> None:
     assert main.main(["train", *TINY, "algorithm.lr=1e38", "updates=20", "run_dir=run"]) == 3
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ") and len(last) > 20
@@ -708,14 +688,14 @@ PATHS = (
 
 
 @pytest.mark.parametrize("arguments", PATHS, ids=lambda arguments: arguments[-1][:12])
-def test_long_path_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_path_is_refused(arguments: list[str], capsys) -> None:
     assert main.main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: shorten the path ") and "has 300 bytes" in line
     assert not list(Path.cwd().iterdir())
 
 
-def test_config_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_that_is_not_utf8_is_refused(capsys) -> None:
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/latin.yaml").write_bytes('name: "caf\xe9"\n'.encode("latin-1"))
     for flags in ([], ["-m"]):
@@ -725,9 +705,7 @@ def test_config_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "(not UTF-8)" in capsys.readouterr().out
 
 
-def test_unexpected_error_has_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unexpected_error_has_a_traceback(monkeypatch, capsys) -> None:
     def bug(_: Any) -> None:
         raise KeyError("requested")
 
@@ -737,9 +715,7 @@ def test_unexpected_error_has_a_traceback(
     assert lines[0].startswith("Traceback") and lines[-1] == "error: KeyError: 'requested'"
 
 
-def test_last_line_has_no_stacks_of_other_processes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_line_has_no_stacks_of_other_processes(monkeypatch, capsys) -> None:
     def lost(_: Any) -> None:
         raise ProcessLost(
             "no answer for 8 s: actor rank 0, update\n--- actor rank 0\nFile process.py, in wait"
@@ -781,9 +757,7 @@ HINTS = [
 
 
 @pytest.mark.parametrize(("line", "hint"), HINTS, ids=[line[:24] for line, _ in HINTS])
-def test_hint_survives_a_long_value(
-    line: str, hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hint_survives_a_long_value(line: str, hint: str, capsys) -> None:
     assert main.main(line.split(" ")) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and len(error) <= LONGEST_LINE + 1, error

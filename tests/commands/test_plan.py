@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ SMALL = [
 
 
 @pytest.fixture
-def sizes(tmp_path: Path) -> str:
+def sizes(tmp_path) -> str:
     """The override that names a directory of config.json alone."""
     pytest.importorskip("transformers")
     folder = write_checkpoint(tmp_path / "tiny")
@@ -45,7 +44,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
 
 
 @pytest.mark.slow
-def test_devices_and_command(capsys: pytest.CaptureFixture[str], sizes: str) -> None:
+def test_devices_and_command(capsys, sizes: str) -> None:
     one = plan(capsys, *SMALL, sizes, "--devices", "1", "--device-gb", "80")
     two = plan(capsys, *SMALL, sizes, "--devices", "2", "--device-gb", "80")
     assert (one["placement"], two["placement"]) == ("local", "fused")
@@ -71,9 +70,7 @@ def test_devices_and_command(capsys: pytest.CaptureFixture[str], sizes: str) -> 
         (["--devices", "1", "--device-gb", "0.5"], "GB"),
     ],
 )
-def test_invalid_input_is_refused(
-    arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_input_is_refused(arguments: list[str], named: str, capsys) -> None:
     assert main.main(["plan", "--quiet", "experiment=pi0_libero", *arguments]) == 2
     err = capsys.readouterr().err
     assert named in err and err.count("\n") == 1
@@ -85,9 +82,7 @@ VLA_EXPERIMENTS = ["pi0_libero", "pi05_libero", "smolvla_libero", "openvla_7b", 
 @pytest.mark.slow
 @pytest.mark.parametrize("experiment", VLA_EXPERIMENTS)
 @pytest.mark.parametrize(("devices", "gb"), [("1", "40"), ("8", "80")])
-def test_train_accepts_the_printed_command(
-    experiment: str, devices: str, gb: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_accepts_the_printed_command(experiment: str, devices: str, gb: str, capsys) -> None:
     """All options of the command are composed and compared, as ``train`` does before it loads."""
     pytest.importorskip("transformers")
     machine = ["--devices", devices, "--device-gb", gb]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,7 +65,7 @@ def command(body: str) -> list[str]:
         ("import atexit; atexit.register(os.abort); return 2", 2, ""),  # a crash at the exit
     ],
 )
-def test_last_line_and_exit_code(body: str, code: int, last: str, tmp_path: Path) -> None:
+def test_last_line_and_exit_code(body: str, code: int, last: str, tmp_path) -> None:
     start = time.monotonic()
     process = subprocess.run(command(body), capture_output=True, text=True, cwd=tmp_path)
     assert process.returncode == code, process.stderr
@@ -123,7 +122,7 @@ def test_child_ends_with_the_command() -> None:
 
 
 @pytest.mark.slow
-def test_pause_by_the_user_does_not_count(tmp_path: Path) -> None:
+def test_pause_by_the_user_does_not_count(tmp_path) -> None:
     """Ctrl-Z stops the process group during a simulator's call."""
     call = "with watchdog.stepping: print('ready', flush=True); time.sleep(0.5)"
     body = f"watchdog.set_limit(6.0)\n    {call}"  # far above the delays of a loaded machine
@@ -139,9 +138,7 @@ def test_pause_by_the_user_does_not_count(tmp_path: Path) -> None:
     assert run.wait(30) == 0
 
 
-def test_new_run_does_not_use_the_log_of_the_previous_one(
-    reset_watchdog: Any, tmp_path: Path
-) -> None:
+def test_new_run_does_not_use_the_log_of_the_previous_one(reset_watchdog: Any, tmp_path) -> None:
     """The jobs of a sweep share a process, so a crash must not be logged in the previous run."""
     reset_watchdog.log_to(tmp_path / "log.txt")
     reset_watchdog.describe(env_id="Old-v0", during="update 9")

@@ -29,7 +29,7 @@ TINY.append("evaluation.video_episodes=0")
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path, monkeypatch) -> None:
     """Run every test in its own empty folder."""
     folder = tmp_path / "cwd"
     folder.mkdir()
@@ -37,7 +37,7 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_sweep_resumes_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_resumes_and_compares(capsys) -> None:
     options = [*TINY, "algorithm.lr=1e-2,1e-3", "name=mine"]
     assert main.main(["train", "--multirun", "--json", "--quiet", "--no-compare", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -76,7 +76,7 @@ def test_sweep_resumes_and_compares(capsys: pytest.CaptureFixture[str]) -> None:
     assert str(moved / "comparison" / "comparison.html") in out.out
 
 
-def test_methods_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_of_a_sweep(capsys) -> None:
     def result(value: float | None, **options: str) -> dict[str, Any]:
         return {"options": options, "final_return": value, "final_success": None}
 
@@ -129,7 +129,7 @@ def test_jobs_without_an_experiment() -> None:
 
 
 @pytest.mark.slow
-def test_sweep_continues_after_a_failed_job(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_continues_after_a_failed_job(capsys) -> None:
     flags = ["env.id=Nowhere-v1,CartPole-v1", "run_dir=runs/${env.id}"]
     assert main.main(["train", "-m", "--json", "--quiet", *TINY, *flags]) == 2
     out = capsys.readouterr()
@@ -160,7 +160,7 @@ def test_interrupted_sweep_saves_its_runs() -> None:
         assert (file.parent / "checkpoints" / f"step_{update:06d}").is_dir()
 
 
-def test_number_of_runs_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_runs_at_the_same_time(monkeypatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     config = Config(device="cpu")
     most = [
@@ -185,9 +185,7 @@ def test_number_of_runs_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> Non
         ('{"format": 1, "working_directory": ".", "flags": [], "runs": []}', "lists no run"),
     ],
 )
-def test_sweep_that_cannot_be_resumed(
-    text: str | None, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_sweep_that_cannot_be_resumed(text: str | None, message: str, capsys) -> None:
     Path("old").mkdir()
     if text is not None:
         Path("old/sweep.json").write_text(text)

@@ -63,7 +63,7 @@ class DataDependent(Double):
 
 # ------------------------------------------------------------------------------------------ library
 @pytest.mark.slow
-def test_two_compilers_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_compilers_at_the_same_time(tmp_path, monkeypatch) -> None:
     """The second one does not know all instructions of the processor.
 
     Each compilation runs in its own folder, because torch names files by the code's hash.
@@ -108,7 +108,7 @@ def test_library_writes_in_place_and_is_cached() -> None:
     assert x.tolist() == [3.0] * 3
 
 
-def test_damaged_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_damaged_library_is_named(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path))
     x = torch.zeros(3)
     (tmp_path / "compiled").mkdir()
@@ -119,9 +119,7 @@ def test_damaged_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             compile.Library(Double(), [x, x])
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path, monkeypatch) -> None:
     """Libraries run as code."""
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path))
     assert compile.unavailable_reason() == ""
@@ -213,7 +211,7 @@ def test_compiler_failure_is_reported_once() -> None:
     assert compile.CompileSchedule.waiting == 0
 
 
-def test_hanging_compiler_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_compiler_times_out(monkeypatch) -> None:
     x = torch.zeros(7)
     library = compile.Library(Double("hangs"), [x, x])
     with pytest.raises(RuntimeError, match=r"not compiled after 0\.05 s"):
@@ -234,7 +232,7 @@ library.load()
 
 
 @pytest.mark.slow
-def test_killed_run_leaves_no_compiler_and_no_folder(tmp_path: Path) -> None:
+def test_killed_run_leaves_no_compiler_and_no_folder(tmp_path) -> None:
     """The compiler hangs and the run is killed."""
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nsleep 1000\n")
@@ -338,9 +336,7 @@ def run_experience(policy: ActorCritic, seed: int) -> Trajectory:
 
 
 @pytest.mark.slow
-def test_compiled_run_repeats_and_resumes_bit_for_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_compiled_run_repeats_and_resumes_bit_for_bit(tmp_path, monkeypatch, capfd) -> None:
     """Compiled from update 3 of 8 (acting: 6), with a cold and a warm cache, and after a resume."""
     # updates x epochs x minibatches
     monkeypatch.setattr(compilation, "COMPILE_AFTER", 3 * 2 * (8 * 8 // 16))
@@ -481,9 +477,7 @@ def captured_programs() -> dict[str, cuda_graph.Example]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*runs without torch.compile")
 @pytest.mark.parametrize("name", ["update", "act"])
-def test_fused_program_gives_the_numbers_of_eager_code(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fused_program_gives_the_numbers_of_eager_code(name: str, monkeypatch) -> None:
     """torch.compile traces the program, but generates no code."""
     run_helpers.trace_only(monkeypatch)
     example = captured_programs()[name]
@@ -502,7 +496,7 @@ def test_fused_program_gives_the_numbers_of_eager_code(
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_program_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_that_cannot_be_compiled_runs_eagerly(monkeypatch) -> None:
     def fail(*args: Any) -> None:
         raise RuntimeError("no C compiler")
 
@@ -514,9 +508,7 @@ def test_program_that_cannot_be_compiled_runs_eagerly(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("inference", [False, True])
-def test_cuda_graph_copies_an_argument_that_changed_in_place(
-    inference: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_graph_copies_an_argument_that_changed_in_place(inference: bool, monkeypatch) -> None:
     RecordingCuda(monkeypatch)
     with torch.inference_mode(inference):
         x = torch.zeros(3)
@@ -550,7 +542,7 @@ PIPELINE = ["pipeline=true", "algorithm.off_policy_correction=token"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], PIPELINE], ids=["one thread", "pipeline"])
-def test_interrupt_ends_wait_for_compiler(options: list[str], tmp_path: Path) -> None:
+def test_interrupt_ends_wait_for_compiler(options: list[str], tmp_path) -> None:
     """No update runs in the meantime, and no process remains."""
     env = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "embodied_ppo.commands.main", "train"]
@@ -572,7 +564,7 @@ def test_interrupt_ends_wait_for_compiler(options: list[str], tmp_path: Path) ->
 
 
 def test_training_computes_in_float32_and_restores_the_callers_precision(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ) -> None:
     precisions: list[str] = []
     update = PPO.update

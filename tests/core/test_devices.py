@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from embodied_ppo.programs.system import WorkerBuilder
 
 
 @pytest.fixture
-def activated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.device]]:
+def activated(monkeypatch) -> Iterator[list[torch.device]]:
     """Return the devices that were made current, of a machine with 8 GPUs that EGL renders on."""
     calls: list[torch.device] = []
     for name in (EGL_VARIABLE, DERIVED_VARIABLE, "CUDA_VISIBLE_DEVICES"):
@@ -75,9 +74,7 @@ def test_egl_device_is_the_index_on_the_machine(
     assert egl_device_id(environment, torch.device("cuda", index)) == value
 
 
-def test_egl_device_of_the_user_is_kept(
-    activated: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_egl_device_of_the_user_is_kept(activated: list[torch.device], monkeypatch) -> None:
     monkeypatch.setenv(EGL_VARIABLE, "2")
     select_device("cuda:1", 0)
     assert os.environ[EGL_VARIABLE] == "2" and DERIVED_VARIABLE not in os.environ
@@ -91,11 +88,7 @@ def test_egl_device_of_the_user_is_kept(
     ],
 )
 def test_unknown_egl_device_is_left_unset_with_one_line(
-    activated: list[torch.device],
-    monkeypatch: pytest.MonkeyPatch,
-    visible: str,
-    count: int,
-    reason: str,
+    activated: list[torch.device], monkeypatch, visible: str, count: int, reason: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(devices, "egl_device_count", lambda: count)
@@ -114,7 +107,7 @@ def report_environment(
 
 @pytest.mark.parametrize("visible", ["0", "6"])
 def test_workers_render_on_their_own_gpu(
-    activated: list[torch.device], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str
+    activated: list[torch.device], monkeypatch, tmp_path, visible: str
 ) -> None:
     """The driver, on cuda:1, has set its own variables, which processes of Ray inherit."""
     config, device = run_helpers.tiny_config(), select_device("cuda:1", 0)

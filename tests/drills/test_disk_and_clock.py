@@ -74,7 +74,7 @@ needs_namespaces = pytest.mark.skipif(
 
 @pytest.mark.slow
 @needs_namespaces
-def test_full_disk_ends_the_run_and_its_checkpoints_resume(tmp_path: Path) -> None:
+def test_full_disk_ends_the_run_and_its_checkpoints_resume(tmp_path) -> None:
     done = train_on_small_disk(
         tmp_path, "600k", "save_every=1", "keep_last=1000", "updates=400", "eval_every=0"
     )
@@ -102,7 +102,7 @@ def test_full_disk_ends_the_run_and_its_checkpoints_resume(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @needs_namespaces
-def test_read_only_disk_is_refused_before_training(tmp_path: Path) -> None:
+def test_read_only_disk_is_refused_before_training(tmp_path) -> None:
     (tmp_path / "disk").mkdir()
     inside = 'mount -t tmpfs -o ro tmpfs "$1" && shift && exec "$@"'
     train = command(*OVERRIDES, f"run_dir={tmp_path / 'disk' / 'run'}")
@@ -115,9 +115,7 @@ def test_read_only_disk_is_refused_before_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_second_process_in_a_run_directory_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_second_process_in_a_run_directory_is_refused(tmp_path, capsys) -> None:
     process = start(tmp_path / "run")
     wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
     train = ["train", *OVERRIDES, f"run_dir={tmp_path / 'run'}", "resume=auto"]
@@ -144,7 +142,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 
 @pytest.mark.slow
-def test_clock_that_jumps_does_not_change_training(tmp_path: Path) -> None:
+def test_clock_that_jumps_does_not_change_training(tmp_path) -> None:
     options = [*OVERRIDES, "updates=4", f"run_dir={tmp_path / 'jumping'}"]
     done = subprocess.run(
         [sys.executable, "-c", JUMPING, "train", *options], capture_output=True, text=True
@@ -162,9 +160,7 @@ def test_clock_that_jumps_does_not_change_training(tmp_path: Path) -> None:
     assert rows(tmp_path / "jumping") == rows(tmp_path / "steady")
 
 
-def test_checkpoint_stays_valid_where_its_score_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_stays_valid_where_its_score_cannot_be_written(tmp_path, monkeypatch) -> None:
     runs.train(tiny(tmp_path / "run"), quiet=True)
     step = checkpoint.find(tmp_path / "run")
     before = (step / checkpoint.MANIFEST).read_text()
@@ -184,7 +180,7 @@ def test_checkpoint_stays_valid_where_its_score_cannot_be_written(
 
 
 @pytest.mark.slow
-def test_moved_run_directory_resumes(tmp_path: Path) -> None:
+def test_moved_run_directory_resumes(tmp_path) -> None:
     runs.train(tiny(tmp_path / "run", updates=4), quiet=True)
     shutil.move(tmp_path / "run", tmp_path / "elsewhere")
     runs.train(

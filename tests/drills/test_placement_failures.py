@@ -41,7 +41,7 @@ def last_shutdown() -> Iterator[None]:
 
 
 @pytest.fixture
-def eight_slots(request: pytest.FixtureRequest, last_shutdown: None) -> None:
+def eight_slots(request, last_shutdown: None) -> None:
     """Start Ray with eight slots, unless it runs or the test starts it with other options."""
     if "small_store" not in request.fixturenames and not ray.is_initialized():
         start_ray()
@@ -70,7 +70,7 @@ SIMULATORS, POLICY = "env rank 0", "rollout,actor rank 0"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("victim", "phase"), [(SIMULATORS, "collect"), (POLICY, "update")])
-def test_killed_process_is_named_at_once(victim: str, phase: str, tmp_path: Path) -> None:
+def test_killed_process_is_named_at_once(victim: str, phase: str, tmp_path) -> None:
     with ExitStack() as stack:
         system = build_system(tmp_path, stack)
         experience, _ = system.collect(64, update=0)
@@ -98,7 +98,7 @@ def test_killed_process_is_named_at_once(victim: str, phase: str, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_killed_learner_is_named_among_its_group(tmp_path: Path) -> None:
+def test_killed_learner_is_named_among_its_group(tmp_path) -> None:
     with ExitStack() as stack:
         longer = run_helpers.options("""placement=fused cluster.devices_per_node=4
             algorithm.update_epoch=200""")
@@ -117,7 +117,7 @@ def test_killed_learner_is_named_among_its_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stopped_process_is_named_after_the_time_limit(tmp_path: Path) -> None:
+def test_stopped_process_is_named_after_the_time_limit(tmp_path) -> None:
     with ExitStack() as stack:
         system = build_system(tmp_path, stack, **{"cluster.step_timeout_s": 12.0})
         processes_by_name = handles(system)
@@ -136,7 +136,7 @@ def test_stopped_process_is_named_after_the_time_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_simulator_that_exceeds_its_time_limit_is_named(tmp_path: Path) -> None:
+def test_simulator_that_exceeds_its_time_limit_is_named(tmp_path) -> None:
     """The limit is below the duration of any step, so the first step that is checked exceeds it."""
     with ExitStack() as stack:
         system = build_system(tmp_path, stack, **{"env.step_timeout_s": 1e-9})
@@ -151,7 +151,7 @@ def test_simulator_that_exceeds_its_time_limit_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_error_of_one_process_is_raised_by_the_driver(tmp_path: Path) -> None:
+def test_error_of_one_process_is_raised_by_the_driver(tmp_path) -> None:
     with ExitStack() as stack:
         system = build_system(tmp_path, stack, **{"placement": "fused"})
         first = handles(system)["env,rollout,actor rank 0"]
@@ -169,9 +169,7 @@ def test_error_of_one_process_is_raised_by_the_driver(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_restarted_run_equals_an_undisturbed_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restarted_run_equals_an_undisturbed_one(tmp_path, monkeypatch) -> None:
     """SIGKILL in the third rollout, with one restart, gives the same weights and metrics.
 
     The undisturbed run is in one process (tests/integration/test_placements.py: equal results).
@@ -214,7 +212,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 
 @pytest.mark.slow
-def test_killed_raylet_is_named(tmp_path: Path) -> None:
+def test_killed_raylet_is_named(tmp_path) -> None:
     """The raylet also dies where other programs fill /dev/shm (SIGBUS).
 
     The command runs in its own process, which Ray may end.
@@ -259,7 +257,7 @@ IMAGES: dict[str, Any] = {
 
 
 @pytest.fixture
-def small_store(request: pytest.FixtureRequest) -> Iterator[None]:
+def small_store(request) -> Iterator[None]:
     """Start Ray with an 80 MB object store and, by parameter, a disk that counts as full."""
     ray.shutdown()
     start_ray(object_store_memory=80_000_000, _system_config=getattr(request, "param", {}))
@@ -269,7 +267,7 @@ def small_store(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_store")
-def test_experience_larger_than_the_object_store_is_spilled_to_disk(tmp_path: Path) -> None:
+def test_experience_larger_than_the_object_store_is_spilled_to_disk(tmp_path) -> None:
     disaggregated, local = tmp_path / "apart", tmp_path / "local"
     options = {"placement": "disaggregated", "cluster.devices_per_node": 2}
     options["run_dir"] = str(disaggregated)
@@ -282,7 +280,7 @@ def test_experience_larger_than_the_object_store_is_spilled_to_disk(tmp_path: Pa
 @pytest.mark.parametrize(
     "small_store", [{"local_fs_capacity_threshold": 0.001}], indirect=True, ids=["full disk"]
 )
-def test_full_memory_and_disk_are_reported_with_a_hint(small_store: None, tmp_path: Path) -> None:
+def test_full_memory_and_disk_are_reported_with_a_hint(small_store: None, tmp_path) -> None:
     with ExitStack() as stack:
         c = run_helpers.tiny_config(
             {**SMALL, **IMAGES, "placement": "disaggregated", "cluster.devices_per_node": 2}

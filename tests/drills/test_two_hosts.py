@@ -112,7 +112,7 @@ def commands() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Host]]:
+def hosts(tmp_path_factory) -> Iterator[tuple[Host, Host]]:
     """Start two hosts in one Ray cluster; the second has the label "sim"."""
     allowed = subprocess.run(
         [*NAMESPACES.split(), "true"], capture_output=True, text=True, check=False
@@ -165,7 +165,7 @@ def weights(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def test_documented_commands_on_two_hosts_equal_one_host(
-    hosts: tuple[Host, Host], tmp_path: Path
+    hosts: tuple[Host, Host], tmp_path
 ) -> None:
     before = [host.processes() for host in hosts]
     line = f"{commands()['num_nodes=2'].replace('NAME', 'cartpole')} {' '.join(SMALL.split())}"
@@ -185,7 +185,7 @@ def test_documented_commands_on_two_hosts_equal_one_host(
     assert sorted(x.name for x in tmp_path.iterdir()) == ["one_host", "two_hosts"]
 
 
-def test_roles_on_two_hosts_equal_one_process(hosts: tuple[Host, Host], tmp_path: Path) -> None:
+def test_roles_on_two_hosts_equal_one_process(hosts: tuple[Host, Host], tmp_path) -> None:
     """Simulators, experience, weights and checkpoints are on another host than the driver."""
     train = f"embodied-ppo train experiment=cartpole {' '.join(SMALL.split())}"
     placement = (
@@ -204,9 +204,7 @@ def test_roles_on_two_hosts_equal_one_process(hosts: tuple[Host, Host], tmp_path
     assert all(torch.equal(x, other[name]) for name, x in one.items())
 
 
-def test_run_directory_that_is_not_shared_is_refused(
-    hosts: tuple[Host, Host], tmp_path: Path
-) -> None:
+def test_run_directory_that_is_not_shared_is_refused(hosts: tuple[Host, Host], tmp_path) -> None:
     hosts[1].run(f"mount -t tmpfs tmpfs {tmp_path}")
     line = commands()["num_nodes=2"].replace("NAME", "cartpole")
     process = hosts[0].run(

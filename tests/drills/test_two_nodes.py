@@ -23,7 +23,7 @@ TWO: dict[str, Any] = {**SMALL, "cluster.num_nodes": 2, "cluster.devices_per_nod
 
 
 @pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, Any]]:
+def nodes(monkeypatch) -> Iterator[tuple[Cluster, Any]]:
     """Start a head node and a node with label "sim", two CPUs each."""
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     cluster = Cluster(
@@ -39,7 +39,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Cluster, Any]]:
 
 @pytest.mark.slow
 def test_two_nodes_equal_one_process_and_a_lost_node_is_named(
-    nodes: tuple[Cluster, Any], tmp_path: Path
+    nodes: tuple[Cluster, Any], tmp_path
 ) -> None:
     placement = {
         "cluster.node_groups": {"sim": 1},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,9 +72,7 @@ def test_episodes_of_a_pair_start_alike() -> None:
 
 
 @pytest.mark.slow
-def test_evaluate_writes_table_picture_and_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_writes_table_picture_and_lines(tmp_path, capsys) -> None:
     run = write_pi0(tmp_path / "pi0")
     capsys.readouterr()
     names = list(paired.PERTURBATIONS)

@@ -71,7 +71,7 @@ def curve(updates: int = 40) -> list[dict[str, Any]]:
 
 
 # -------------------------------------------------------------------------------------- the numbers
-def test_json_against_hand_computed_numbers(tmp_path: Path) -> None:
+def test_json_against_hand_computed_numbers(tmp_path) -> None:
     results = [result("A-v1", [1.0, 2.0, 3.0, 4.0]), result("B-v1", [0.0, 10.0], [False, True])]
     written = report.write(tmp_path / "new" / "folder", results, **PROVENANCE)
     content = json.loads(written.json.read_text())
@@ -99,7 +99,7 @@ def test_json_against_hand_computed_numbers(tmp_path: Path) -> None:
     assert content["versions"] == PROVENANCE["versions"]
 
 
-def test_equal_evaluations_give_equal_bytes(tmp_path: Path) -> None:
+def test_equal_evaluations_give_equal_bytes(tmp_path) -> None:
     paths = []
     for name in ("a", "b"):
         measured = evaluation.evaluate(Lean(), make_cartpole, episodes=6, num_envs=4, seed=0)
@@ -119,7 +119,7 @@ def addresses_of(page: Path) -> list[str]:
     return re.findall('(?:src|href|poster|srcset|action)="([^"]*)"', page.read_text())
 
 
-def test_errors_of_a_command_in_ranges_of_its_value(tmp_path: Path) -> None:
+def test_errors_of_a_command_in_ranges_of_its_value(tmp_path) -> None:
     """Ranges of -1 to 1 are .25 wide; episode 0 has (.1 · 30 + .4 · 10) / 40 = .175 in the last."""
     rows = [[(-1.0, 0.5, 20), (0.8, 0.1, 30), (1.0, 0.4, 10)], [(0.9, 0.225, 5)], [(0.1, 0.3, 9)]]
     whole = result("Walk", [1.0, 2.0, 3.0])
@@ -148,7 +148,7 @@ def text_of(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory) -> Path:
     """Return a page with success, curves and a video."""
     folder = tmp_path_factory.mktemp("page")
     make_env = partial(make_cartpole, render=True)
@@ -233,7 +233,7 @@ def write_prompt_report(folder: Path, **options: Any) -> report.Report:
     )
 
 
-def test_json_of_a_language_model(tmp_path: Path) -> None:
+def test_json_of_a_language_model(tmp_path) -> None:
     written = write_prompt_report(tmp_path / "a")
     content = json.loads(written.json.read_text())
     assert content["tokens"] == 40_960 and content["seed"] == 3
@@ -266,7 +266,7 @@ def test_intervals_are_over_prompts() -> None:
     assert success["count"] == 4
 
 
-def test_page_of_a_language_model(tmp_path: Path) -> None:
+def test_page_of_a_language_model(tmp_path) -> None:
     page = write_prompt_report(tmp_path).html
     text = text_of(page)
     assert "24 responses of" in text and "40,960 tokens of training), sampled" in text

@@ -122,7 +122,7 @@ def test_value_that_cannot_be_simulated_has_a_reason() -> None:
 
 # ------------------------------------------------------------------------------------------ command
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("robustness") / "run"
     options = {
         "env.id": "HalfCheetah",
@@ -138,9 +138,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_evaluate_writes_card_picture_and_table(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_writes_card_picture_and_table(trained: Path, tmp_path, capsys) -> None:
     options = ["episodes=3", "robustness_episodes=2", "video=false", f"out={tmp_path}"]
     factors = "robustness_factors=[mass,motor_strength,action_delay]"
     values = "robustness_values={mass:[1,2]}"
@@ -165,9 +163,7 @@ def test_evaluate_writes_card_picture_and_table(
         (["robustness_episodes=200"], "robustness_episodes = 200"),
     ],
 )
-def test_refusals(
-    options: list[str], message: str, trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals(options: list[str], message: str, trained: Path, capsys) -> None:
     command = ["evaluate", f"checkpoint={trained}", "robustness=true", *options]
     assert main.main(command) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]

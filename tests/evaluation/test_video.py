@@ -98,7 +98,7 @@ def decode(path: Path) -> tuple[dict[str, Any], np.ndarray]:
 
 
 @pytest.mark.slow
-def test_video_shows_the_evaluated_episodes(tmp_path: Path) -> None:
+def test_video_shows_the_evaluated_episodes(tmp_path) -> None:
     measured = evaluation.evaluate(Idle(), make_pendulum, episodes=2, num_envs=2, seed=4)
     make_rendering = partial(make_pendulum, render=True, render_size=(64, 65))
     make = partial(with_step_s, make=make_rendering, step_s=0.04)
@@ -133,7 +133,7 @@ def make_tabletop(seeds: list[int], **options: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_video_of_a_language_task_shows_sentence_and_outcome(tmp_path: Path) -> None:
+def test_video_of_a_language_task_shows_sentence_and_outcome(tmp_path) -> None:
     measured = evaluation.evaluate(Still(), make_tabletop, episodes=3, num_envs=3, seed=0)
     sentences = [e.sentence for e in measured.episodes]
     assert len(set(sentences)) == 3 and all(x and " " in x for x in sentences)
@@ -179,9 +179,7 @@ def test_simulators_have_the_duration_of_a_step(
         ("slow", r".*1 s.*"),
     ],
 )
-def test_failure_is_a_warning_with_its_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, failure: str, reason: str
-) -> None:
+def test_failure_is_a_warning_with_its_reason(tmp_path, caplog, failure: str, reason: str) -> None:
     make: Callable[[list[int]], Any] = partial(make_failing_env, failure=failure)
     deadline_s = 1 if failure == "slow" else 60
     with caplog.at_level(logging.WARNING):

@@ -185,7 +185,7 @@ def test_small_vla(options: dict[str, Any], accelerator: FakeAccelerator) -> Non
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("published")
 
 
@@ -305,7 +305,7 @@ PROMPTS = [[5, 6, 7], [*range(8, 15)], [15], [5, 6, 7], [20, 21, 22, 23], [24, 2
 
 
 @pytest.fixture
-def decode_steps(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def decode_steps(accelerator: FakeAccelerator, monkeypatch) -> list[int]:
     """Forbid host access in decode steps; return a list of the operations of each."""
     step, counts = StaticDecode.step, list[int]()
 
@@ -391,7 +391,7 @@ def realistic(env: Any) -> HistoryEnv:
     return HistoryEnv(delayed, 3)
 
 
-def test_rollout(accelerator: FakeAccelerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout(accelerator: FakeAccelerator, monkeypatch) -> None:
     """Control steps, masked resets, staggered first episodes, delays, memory, acting and values
     equal those on a CPU.
     """

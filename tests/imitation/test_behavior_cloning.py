@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,9 +71,7 @@ def test_clone_imitates_the_demonstrations_and_reports_losses() -> None:
 
 
 @pytest.mark.slow
-def test_cloning_is_deterministic_and_depends_on_its_options(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_cloning_is_deterministic_and_depends_on_its_options(monkeypatch) -> None:
     def weights(seed: int = 0, **options: Any) -> float:
         policy = make()
         torch.rand(next(counted))  # other code draws random numbers before
@@ -119,7 +116,7 @@ def test_demonstrations_of_another_robot_are_refused(change: dict[str, Any], mes
 
 
 @pytest.mark.slow
-def test_clone_learns_from_images_on_disk(tmp_path: Path) -> None:
+def test_clone_learns_from_images_on_disk(tmp_path) -> None:
     """A buffer of 30 of 240 frames teaches as much as all frames in memory."""
     demos = demonstrations()
     with Writer(
@@ -178,9 +175,7 @@ def test_names_and_layouts_of_observations_do_not_change_cloning(
 
 
 @pytest.mark.slow
-def test_command_records_and_clones_and_reuses_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_command_records_and_clones_and_reuses_both(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     words = ["train", "experiment=tabletop_token", "updates=1", "eval_every=0", "env.num_envs=4"]

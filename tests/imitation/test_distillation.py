@@ -203,7 +203,7 @@ def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
 
 # --------------------------------------------------------------------------------------- whole runs
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(tmp_path_factory) -> Path:
     """A run whose actor reads a privileged observation."""
     run_dir = tmp_path_factory.mktemp("teacher") / "run"
     with pytest.MonkeyPatch.context() as patch:
@@ -214,7 +214,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def student(teacher: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def student(teacher: Path, tmp_path_factory) -> Path:
     """A run of 24 updates that distils ``teacher``; it keeps the checkpoint of update 22."""
     run_dir = tmp_path_factory.mktemp("student") / "run"
     options = {"run_dir": str(run_dir), "teacher": str(teacher), "updates": 24, "keep_last": 100}
@@ -234,9 +234,7 @@ def test_student_approaches_the_teacher(student: Path) -> None:
     assert trained[-1]["rollout/return"] > 0 and trained[-1]["policy/grad_norm"] > 0
 
 
-def test_run_is_an_ordinary_run(
-    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_is_an_ordinary_run(student: Path, tmp_path, capsys) -> None:
     summary = json.loads((student / "summary.json").read_text())
     assert summary["updates"] == 24 and Path(summary["report"]).is_file()
     arguments = [f"checkpoint={student}", "episodes=3", "video=false", f"out={tmp_path}"]
@@ -249,9 +247,7 @@ def test_run_is_an_ordinary_run(
     assert stored["teacher"].endswith("checkpoints/step_000001")
 
 
-def test_resumed_distillation_equals_an_uninterrupted_one(
-    student: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_resumed_distillation_equals_an_uninterrupted_one(student: Path, tmp_path, capsys) -> None:
     source = student / "checkpoints" / "step_000022"
     arguments = [f"resume={source}", f"run_dir={tmp_path / 'run'}"]
     run_helpers.run_command(capsys, "distill", *arguments)
@@ -261,7 +257,7 @@ def test_resumed_distillation_equals_an_uninterrupted_one(
     assert "continue with embodied-ppo distill resume=" in capsys.readouterr().err
 
 
-def test_ppo_starts_from_the_student_with_a_critic_warm_up(student: Path, tmp_path: Path) -> None:
+def test_ppo_starts_from_the_student_with_a_critic_warm_up(student: Path, tmp_path) -> None:
     options = {
         "run_dir": str(tmp_path / "run"),
         "initial_policy": str(student),
@@ -297,7 +293,7 @@ MEMORIES: dict[str, dict[str, Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_student_with_memory_learns_and_resumes_bit_for_bit(
-    memory: str, teacher: Path, tmp_path: Path
+    memory: str, teacher: Path, tmp_path
 ) -> None:
     options = {**MEMORIES[memory], "teacher": str(teacher), "updates": 6}
     full = config(TASK, STUDENT, options, {"run_dir": str(tmp_path / "full"), "save_every": 3})
@@ -318,12 +314,7 @@ def test_student_with_memory_learns_and_resumes_bit_for_bit(
 
 # ----------------------------------------------------------------------------------------- refusals
 @pytest.fixture
-def refusal(
-    teacher: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[..., str]:
+def refusal(teacher: Path, tmp_path, capsys, monkeypatch) -> Callable[..., str]:
     """Return a function that runs a command on ``STUDENT`` and returns the line of its refusal."""
     monkeypatch.chdir(tmp_path)
     merged = loader.dump(config(TASK, STUDENT))

@@ -66,7 +66,7 @@ def test_parts_of_a_batch_do_not_change_the_step() -> None:
     assert all(x == pytest.approx(whole, rel=1e-5) for x in parts) and whole[1] < whole[0]
 
 
-def test_one_step_equals_adamw_by_hand(tmp_path: Path) -> None:
+def test_one_step_equals_adamw_by_hand(tmp_path) -> None:
     """Adam's first step is lr * sign(gradient) where the gradient is not tiny.
 
     The learning rate is lr / 4 because of the warm-up over 4 steps.
@@ -85,7 +85,7 @@ def test_one_step_equals_adamw_by_hand(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------ on disk
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True])
-def test_cached_weights_are_equal_bit_for_bit(tmp_path: Path, tied: bool) -> None:
+def test_cached_weights_are_equal_bit_for_bit(tmp_path, tied: bool) -> None:
     first, second, third = (make(tie_word_embeddings=tied) for _ in range(3))
     start(first, tmp_path)
     (file,) = tmp_path.iterdir()
@@ -100,7 +100,7 @@ def test_cached_weights_are_equal_bit_for_bit(tmp_path: Path, tied: bool) -> Non
 
 
 @pytest.mark.parametrize("damage", ["cut", "one bit"])
-def test_damaged_cache_file_is_recomputed(tmp_path: Path, damage: str) -> None:
+def test_damaged_cache_file_is_recomputed(tmp_path, damage: str) -> None:
     first, second = make(), make()
     start(first, tmp_path)
     (file,) = tmp_path.iterdir()
@@ -115,7 +115,7 @@ def test_damaged_cache_file_is_recomputed(tmp_path: Path, damage: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------- refusals
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals(tmp_path) -> None:
     broken = make()
     with torch.no_grad():
         broken.model.lm_head.weight[0, 0] = math.nan

@@ -17,7 +17,7 @@ ABSENT = ("envpool", "imageio_ffmpeg", "ray", "tensorboard")
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(tmp_path_factory) -> Path:
     """Return an interpreter without embodied_ppo and the packages of ``ABSENT``.
 
     Its site-packages has links to all other packages of this environment. Absent names are left
@@ -62,7 +62,7 @@ RUNS = {
 
 
 @pytest.mark.slow
-def test_both_modes_train(python: Path, tmp_path: Path) -> None:
+def test_both_modes_train(python: Path, tmp_path) -> None:
     """One process trains both, because its imports take most of the time."""
     commands = [["train", "--quiet", f"run_dir={name}", *COMMON, *RUNS[name]] for name in RUNS]
     code = f"import embodied_ppo.commands.main as m; print([m.main(c) for c in {commands}])"

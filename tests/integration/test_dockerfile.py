@@ -39,7 +39,7 @@ def copied() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def image(tmp_path_factory) -> Path:
     """Return the image's working directory with the copied files only."""
     home = tmp_path_factory.mktemp("image")
     for source, target in copied().items():

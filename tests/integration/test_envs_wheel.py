@@ -23,7 +23,7 @@ TRAINER = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory) -> Path:
     """Return the wheel in $EMBODIED_PPO_DIST, else one built from a copy of the checkout."""
     if given := os.environ.get("EMBODIED_PPO_DIST"):
         (path,) = (ROOT / given).glob("embodied_envs-*.whl")
@@ -46,7 +46,7 @@ def requirements(wheel: Path) -> list[Requirement]:
 
 
 @pytest.fixture(scope="module")
-def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def python(wheel: Path, tmp_path_factory) -> Path:
     """Return an interpreter that has the wheel and its requirements only.
 
     Its site-packages has links to the packages of this environment that the wheel requires, and to
@@ -110,7 +110,7 @@ def test_requirements_are_those_of_the_trainer() -> None:
 
 
 @pytest.mark.slow
-def test_simulators_work_without_the_trainer(python: Path, tmp_path: Path) -> None:
+def test_simulators_work_without_the_trainer(python: Path, tmp_path) -> None:
     script = """
 import importlib.util, sys
 import gymnasium as gym

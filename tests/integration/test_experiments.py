@@ -89,16 +89,14 @@ def experiments_of(mode_name: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_experiments_that_extend_another_are_valid(capsys: pytest.CaptureFixture) -> None:
+def test_experiments_that_extend_another_are_valid(capsys) -> None:
     for name in sorted(NUMBERS & set(EXPERIMENTS)):
         assert main.main(["config", f"experiment={name}"]) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", experiments_of("embodied"))
-def test_experiment_trains_and_evaluates(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experiment_trains_and_evaluates(name: str, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = SMALL + (SMALL_CLONING if name in INSTRUCTED else [])
     if name == "mt10":  # one environment of each task
@@ -114,7 +112,7 @@ def test_experiment_trains_and_evaluates(
 
 
 @pytest.mark.parametrize("name", GPU)
-def test_gpu_experiment_has_few_large_minibatches(name: str, capsys: pytest.CaptureFixture) -> None:
+def test_gpu_experiment_has_few_large_minibatches(name: str, capsys) -> None:
     """At least 4,096 worlds, at most 20 minibatches, and memory that fits on a GPU of 80 GB."""
     options = ["placement=fused", "cluster.devices_per_node=1", "cluster.device_memory_gb=80"]
     assert main.main(["plan", "--json", f"experiment={name}", *options]) == 0
@@ -127,9 +125,7 @@ def test_gpu_experiment_has_few_large_minibatches(name: str, capsys: pytest.Capt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", experiments_of("reasoning"))
-def test_language_experiment_trains_and_evaluates(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_language_experiment_trains_and_evaluates(name: str, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     code = main.main(["train", "--quiet", "--json", f"experiment={name}", *SMALL_LANGUAGE])
     assert code == 0, capsys.readouterr().err
@@ -140,7 +136,7 @@ def test_language_experiment_trains_and_evaluates(
 
 
 @pytest.mark.slow
-def test_missing_files_of_an_experiment_are_named(capsys: pytest.CaptureFixture) -> None:
+def test_missing_files_of_an_experiment_are_named(capsys) -> None:
     for name in NEEDS_FILES:
         assert main.main(["train", f"experiment={name}"]) == 2
         assert capsys.readouterr().err.startswith("error: ")

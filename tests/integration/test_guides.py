@@ -44,7 +44,7 @@ SHORT = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", SHORT)
-def test_blocks_run(page: str, tmp_path: Path) -> None:
+def test_blocks_run(page: str, tmp_path) -> None:
     """Run ``sh`` with the commands of this checkout, and save ``python FILE``."""
     env = page_commands(tmp_path, ROOT)
     text = (ROOT / "docs" / page).read_text()

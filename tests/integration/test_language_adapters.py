@@ -40,7 +40,7 @@ IDS = torch.arange(40).view(2, 20) * 7 % 24
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory) -> Path:
     """The directory of a model whose head is tied to its embedding."""
     folder = tmp_path_factory.mktemp("models") / "base"
     sizes = {**SMALL["actor.model.architecture"], "num_hidden_layers": 2}
@@ -146,7 +146,7 @@ def test_decoding_without_adapters_equals_the_base(base: Path, dtype: str) -> No
 
 
 @pytest.fixture(scope="module")
-def exported(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(base: Path, tmp_path_factory) -> Path:
     """A folder with a run and its two exports."""
     folder = tmp_path_factory.mktemp("exported")
     _, first, *_, last = train(folder / "run", base)
@@ -160,7 +160,7 @@ def exported(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_run_resumes_bit_for_bit_and_stores_adapters_only(
-    base: Path, exported: Path, tmp_path: Path
+    base: Path, exported: Path, tmp_path
 ) -> None:
     stored = weights(exported / "run")
     assert not [name for name in stored if "base_layer" in name or "embed" in name]
@@ -188,7 +188,7 @@ def weights(run_dir: Path) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
-def test_placements_equal_one_process(base: Path, tmp_path: Path) -> None:
+def test_placements_equal_one_process(base: Path, tmp_path) -> None:
     expected = train(tmp_path / "local", base)
     for name, placed in EQUAL_TO_LOCAL.items():
         assert train(tmp_path / name, base, **placed) == expected
@@ -197,7 +197,7 @@ def test_placements_equal_one_process(base: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
-def test_sharded_learners_equal_unsharded_ones(base: Path, tmp_path: Path) -> None:
+def test_sharded_learners_equal_unsharded_ones(base: Path, tmp_path) -> None:
     """Each sharded model has shards of a base of its own."""
     two = train(tmp_path / "two", base, **SHARDED["fused"], algorithm__lr=1e-3)
     sharded = {"cluster__shard": True, "algorithm__lr": 1e-3}
@@ -207,7 +207,7 @@ def test_sharded_learners_equal_unsharded_ones(base: Path, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("ranks", [(RANK, None), (RANK, 0), (0, RANK), (0, None)])
 def test_predicted_memory_is_that_of_the_models(
-    base: Path, tmp_path: Path, ranks: tuple[int, int | None]
+    base: Path, tmp_path, ranks: tuple[int, int | None]
 ) -> None:
     """A shared base counts once: within 5 % of the storages after an update."""
     actor_rank, critic_rank = ranks
@@ -235,7 +235,7 @@ def test_predicted_memory_is_that_of_the_models(
     assert predicted == pytest.approx(measured, rel=0.05)
 
 
-def test_wrong_input_is_refused(base: Path, tmp_path: Path) -> None:
+def test_wrong_input_is_refused(base: Path, tmp_path) -> None:
     for more, named in (
         ({"actor.model.path": None}, "actor.model.path"),
         ({"actor.model.lora_rank": -1}, "lora_rank"),

@@ -40,7 +40,7 @@ def train(run_dir: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module", params=MEMORIES)
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     return train(folder / "run", **MEMORIES[request.param])
 
@@ -50,7 +50,7 @@ def weights(run_dir: Path, update: int = 4) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path: Path) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path) -> None:
     """The episodes of the fourth update began before the checkpoint of the second."""
     half = trained / "checkpoints" / "step_000002"
     config = trained_run.open_run(str(trained))[2]
@@ -59,9 +59,7 @@ def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path: Path) 
         assert torch.equal(x, weights(tmp_path / "half")[name]), name
 
 
-def test_evaluation_does_not_depend_on_the_number_of_environments(
-    trained: Path, tmp_path: Path
-) -> None:
+def test_evaluation_does_not_depend_on_the_number_of_environments(trained: Path, tmp_path) -> None:
     episodes = []
     for n in (1, 3):
         options = EvaluateConfig(
@@ -72,7 +70,7 @@ def test_evaluation_does_not_depend_on_the_number_of_environments(
     assert episodes[0] == episodes[1]
 
 
-def test_loaded_policy_gives_the_reports_return(trained: Path, tmp_path: Path) -> None:
+def test_loaded_policy_gives_the_reports_return(trained: Path, tmp_path) -> None:
     """``load`` is called with what the simulator returns, without history or state."""
     config = trained_run.open_run(str(trained))[2]
     options = EvaluateConfig(str(trained), episodes=2, video=False, out=str(tmp_path))
@@ -98,7 +96,7 @@ def test_loaded_policy_gives_the_reports_return(trained: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recurrent", ["lstm"])
-def test_results_do_not_depend_on_micro_batches(recurrent: str, tmp_path: Path) -> None:
+def test_results_do_not_depend_on_micro_batches(recurrent: str, tmp_path) -> None:
     options = {**RECURRENT, "model.recurrent": recurrent, "updates": 1}
     whole = weights(train(tmp_path / "whole", **options), 1)
     parts = {"algorithm.micro_batch_size": 8, "algorithm.logprob_forward_micro_batch_size": 8}
@@ -107,7 +105,7 @@ def test_results_do_not_depend_on_micro_batches(recurrent: str, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_reference_policy_and_off_policy_correction_read_columns(tmp_path: Path) -> None:
+def test_reference_policy_and_off_policy_correction_read_columns(tmp_path) -> None:
     """With one epoch of one minibatch, the policy is its own reference: the KL is 0 at first."""
     options = RECURRENT | run_helpers.options("""algorithm.use_kl_loss=true updates=2
         algorithm.off_policy_correction=token algorithm.update_epoch=1
@@ -121,7 +119,7 @@ def test_reference_policy_and_off_policy_correction_read_columns(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_t_maze_is_solved_with_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t_maze_is_solved_with_memory(tmp_path, monkeypatch) -> None:
     """The first observation decides the turn 20 steps later. The command is that of the example."""
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts" / "examples")
     description = importlib.import_module("t_maze").__doc__ or ""

@@ -41,7 +41,7 @@ def train(run_dir: Path, **options: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     return train(tmp_path_factory.mktemp("several") / "run")
 
 
@@ -63,7 +63,7 @@ def evaluate(run_dir: Path, out: Path, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path: Path) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path) -> None:
     half = str(trained / "checkpoints" / "step_000002")
     config = trained_run.open_run(str(trained))[2]
     runs.train(replace(config, run_dir=str(tmp_path / "half"), resume=half), quiet=True)
@@ -96,7 +96,7 @@ def test_resume_keeps_tasks_and_values(trained: Path, options: dict[str, Any], l
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
-def test_divided_environments_equal_one_process(trained: Path, tmp_path: Path) -> None:
+def test_divided_environments_equal_one_process(trained: Path, tmp_path) -> None:
     """Two processes simulate 6 environments each, of which 4 and 2 have each task."""
     placement = {"cluster.component_placement": {"env": "0-1", "rollout": 2, "actor": 3}}
     divided = train(tmp_path / "run", **placement, **{"cluster.devices_per_node": 4})
@@ -107,7 +107,7 @@ def test_divided_environments_equal_one_process(trained: Path, tmp_path: Path) -
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("eight_slots")
-def test_two_learners_have_equal_statistics(tmp_path: Path) -> None:
+def test_two_learners_have_equal_statistics(tmp_path) -> None:
     """A minibatch is the whole rollout, so that it has the same samples."""
     whole = {"algorithm.global_batch_size": 96}
     local = weights(train(tmp_path / "local", **whole))
@@ -116,7 +116,7 @@ def test_two_learners_have_equal_statistics(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trained_policy_continues_in_one_of_its_tasks(trained: Path, tmp_path: Path) -> None:
+def test_trained_policy_continues_in_one_of_its_tasks(trained: Path, tmp_path) -> None:
     options = {"env.id": "Reacher-v4", "env.task_weights": None, "initial_policy": str(trained)}
     with pytest.raises(ConfigError, match=r"env.tasks=\[Reacher-v4,Swimmer-v4\]"):
         train(tmp_path / "run", **options)
@@ -128,9 +128,7 @@ def test_trained_policy_continues_in_one_of_its_tasks(trained: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_exported_policy_reads_the_index(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exported_policy_reads_the_index(trained: Path, tmp_path, capsys) -> None:
     out = tmp_path / "bundle"
     run_helpers.run_command(capsys, "export", f"checkpoint={trained}", f"out={out}")
     info = json.loads((out / "policy.json").read_text())
@@ -148,7 +146,7 @@ def test_metrics_of_each_task(trained: Path) -> None:
     assert row["eval/return"] == pytest.approx((3 * parts[0] + 2 * parts[1]) / 5)
 
 
-def test_evaluation_of_all_tasks_and_of_single_ones(trained: Path, tmp_path: Path) -> None:
+def test_evaluation_of_all_tasks_and_of_single_ones(trained: Path, tmp_path) -> None:
     """An episode depends on its number alone, and a task has the same episodes if it is alone."""
     summary = evaluate(trained, tmp_path / "a")
     assert (
@@ -166,13 +164,13 @@ def test_evaluation_of_all_tasks_and_of_single_ones(trained: Path, tmp_path: Pat
     assert alone["return"] == pytest.approx(first["return"]) and first["task"] == TASKS[0]
 
 
-def test_evaluation_keeps_the_indices_of_the_tasks(trained: Path, tmp_path: Path) -> None:
+def test_evaluation_keeps_the_indices_of_the_tasks(trained: Path, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"remove env.tasks"):
         evaluate(trained, tmp_path / "r", env={"tasks": TASKS[::-1]})
     with pytest.raises(ConfigError, match=r"env.id = \[\]: list one or more tasks"):
         evaluate(trained, tmp_path / "r", env={"id": []})
 
 
-def test_evaluation_of_a_task_that_was_not_trained(trained: Path, tmp_path: Path) -> None:
+def test_evaluation_of_a_task_that_was_not_trained(trained: Path, tmp_path) -> None:
     report = evaluate(trained, tmp_path / "r", env={"id": "Reacher-v5"})["report"]
     assert list(report["tasks"]) == ["Reacher-v5"] and len(report["episodes"]) == 5

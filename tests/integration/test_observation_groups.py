@@ -77,14 +77,14 @@ def test_actor_does_not_depend_on_the_critics_group_before_the_first_update() ->
 
 # --------------------------------------------------------------------------------------- whole runs
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     """A run of 4 updates with chunks of actions, each with a value."""
     run_dir = tmp_path_factory.mktemp("groups") / "run"
     runs.train(run_helpers.tiny_config({**GROUPED, "run_dir": str(run_dir)}), quiet=True)
     return run_dir
 
 
-def test_resumed_run_equals_an_uninterrupted_run(trained: Path, tmp_path: Path) -> None:
+def test_resumed_run_equals_an_uninterrupted_run(trained: Path, tmp_path) -> None:
     c = run_helpers.tiny_config({**GROUPED, "run_dir": str(tmp_path / "run")})
     source = trained / "checkpoints" / "step_000002"
     runs.train(replace(c, resume=str(source)), quiet=True)
@@ -94,7 +94,7 @@ def test_resumed_run_equals_an_uninterrupted_run(trained: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("task", ["toy_envs:Grouped", "toy_envs:Balance"])
 def test_evaluation_needs_the_observations_of_the_actor_only(
-    task: str, trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    task: str, trained: Path, tmp_path, capsys
 ) -> None:
     """``Balance`` offers no privileged group, and is otherwise the same task."""
     arguments = [f"checkpoint={trained}", "episodes=3", f"env.id={task}", f"out={tmp_path}"]
@@ -117,7 +117,7 @@ def test_evaluation_needs_the_observations_of_the_actor_only(
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
-    options: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: dict[str, Any], message: str, tmp_path, capsys
 ) -> None:
     given = {**HIDDEN, **options, "run_dir": str(tmp_path / "run")}
     assert main.main(["train", *(f"{path}={json.dumps(x)}" for path, x in given.items())]) == 2

@@ -560,12 +560,7 @@ DEMOS_UNREAD = [
 
 
 # -------------------------------------------------------------------------------------------- tests
-CLASSES = {
-    "": Config,
-    "evaluate ": EvaluateConfig,
-    "demos ": DemosConfig,
-    "export ": ExportConfig,
-}
+CLASSES = {"": Config, "evaluate ": EvaluateConfig, "demos ": DemosConfig, "export ": ExportConfig}
 TRAININGS = (robot_option_cases.CASES, language_option_cases.CASES)
 
 
@@ -603,15 +598,13 @@ def test_reports_are_reproducible(options: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", EFFECTS)
-def test_two_values_differ(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_values_differ(option: str, tmp_path, monkeypatch) -> None:
     a, b, observe = EFFECTS[option]
     monkeypatch.chdir(tmp_path)
     assert observed(observe, a) != observed(observe, b)
 
 
 @pytest.mark.parametrize("option", DEMOS_UNREAD)
-def test_demos_refuses_what_it_does_not_read(
-    option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demos_refuses_what_it_does_not_read(option: str, capsys) -> None:
     assert main.main(["demos", "out=x", f"{option.removeprefix('demos ')}=1"]) == 2
     assert "demos ignores" in capsys.readouterr().err

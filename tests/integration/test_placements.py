@@ -75,7 +75,7 @@ class CachedRuns:
 
 
 @pytest.fixture(scope="module")
-def cached_run(tmp_path_factory: pytest.TempPathFactory) -> CachedRuns:
+def cached_run(tmp_path_factory) -> CachedRuns:
     return CachedRuns(train, tmp_path_factory.mktemp("runs"))
 
 
@@ -140,7 +140,7 @@ ROLES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EQUAL_TO_LOCAL)
 def test_placements_with_one_learner_equal_one_process(
-    name: str, cached_run: CachedRuns, tmp_path: Path
+    name: str, cached_run: CachedRuns, tmp_path
 ) -> None:
     """In "apart" samples are mirrored and the critic reads a group of observations of its own;
     "crossed" has a user's network; in "colocated" the policy has memory; "rollouts" has two passes
@@ -166,7 +166,7 @@ def test_placements_with_one_learner_equal_one_process(
 
 
 @pytest.mark.slow
-def test_each_rollout_process_refills_its_share_of_a_batch(tmp_path: Path) -> None:
+def test_each_rollout_process_refills_its_share_of_a_batch(tmp_path) -> None:
     """2 processes with 4 environments and 2 passes each lack groups until the last round."""
     options = EQUAL_TO_LOCAL["rollouts"] | {"algorithm__group_filter_rounds": 2, "updates": 2}
     for row in train(tmp_path / "run", **options)[1:]:
@@ -219,7 +219,7 @@ def assert_close(metrics: list[dict[str, Any]], expected: list[dict[str, Any]]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
-def test_sharded_learners_equal_unsharded_ones(name: str, unsharded: Path, tmp_path: Path) -> None:
+def test_sharded_learners_equal_unsharded_ones(name: str, unsharded: Path, tmp_path) -> None:
     options = {**SHARDED[name], "algorithm__use_kl_loss": True, "cluster__shard": True}
     run_dir = tmp_path / "run"
     assert_close(train(run_dir, **options), rows(unsharded))
@@ -232,7 +232,7 @@ def test_sharded_learners_equal_unsharded_ones(name: str, unsharded: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_sharded_and_unsharded_runs_resume_each_other(unsharded: Path, tmp_path: Path) -> None:
+def test_sharded_and_unsharded_runs_resume_each_other(unsharded: Path, tmp_path) -> None:
     options = {**TWO_LEARNERS["fused"], "algorithm__use_kl_loss": True}
     half = str(unsharded / "checkpoints" / "step_000002")
     resumed = train(tmp_path / "sharded", **options, cluster__shard=True, resume=half)
@@ -265,7 +265,7 @@ MIRRORED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [RECURRENT, MIRRORED], ids=["plain", "symmetry"])
 def test_recurrent_policy_with_two_learners_equals_one_process(
-    options: dict[str, Any], cached_run: CachedRuns, tmp_path: Path
+    options: dict[str, Any], cached_run: CachedRuns, tmp_path
 ) -> None:
     """Each learner has half of the columns of a minibatch, with their states and images."""
     metrics = train(tmp_path / "run", **TWO_LEARNERS["hybrid"], cluster__shard=True, **options)
@@ -275,9 +275,7 @@ def test_recurrent_policy_with_two_learners_equals_one_process(
 
 
 @pytest.mark.slow
-def test_run_resumes_bit_for_bit_and_in_other_placements(
-    cached_run: CachedRuns, tmp_path: Path
-) -> None:
+def test_run_resumes_bit_for_bit_and_in_other_placements(cached_run: CachedRuns, tmp_path) -> None:
     run_dir, hybrid = cached_run(**TWO_LEARNERS["hybrid"]), TWO_LEARNERS["hybrid"]
     half = str(run_dir / "checkpoints" / "step_000002")
     resumed = train(tmp_path / "half", **hybrid, resume=half)
@@ -295,7 +293,7 @@ def test_run_resumes_bit_for_bit_and_in_other_placements(
 
 
 @pytest.mark.slow
-def test_max_lag_lets_rollouts_run_ahead(tmp_path: Path) -> None:
+def test_max_lag_lets_rollouts_run_ahead(tmp_path) -> None:
     metrics = train(
         tmp_path / "run", placement="disaggregated", cluster__devices_per_node=2, cluster__max_lag=1
     )
@@ -303,7 +301,7 @@ def test_max_lag_lets_rollouts_run_ahead(tmp_path: Path) -> None:
     assert lags == [0.0, 1.0, 1.0, 1.0]
 
 
-def test_refused_options_leave_no_files_and_no_processes(tmp_path: Path) -> None:
+def test_refused_options_leave_no_files_and_no_processes(tmp_path) -> None:
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (
             PlacementError,
@@ -322,9 +320,7 @@ def test_refused_options_leave_no_files_and_no_processes(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_waiting_for_occupied_devices_ends_after_start_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_for_occupied_devices_ends_after_start_timeout(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(ray_reservation, "START_TIMEOUT_S", 2.0)
     occupied = placement_group([{"CPU": 1.0}] * 7)
     assert occupied.wait(20)
@@ -336,7 +332,7 @@ def test_waiting_for_occupied_devices_ends_after_start_timeout(
         remove_placement_group(occupied)
 
 
-def test_unreachable_ray_cluster_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_ray_cluster_is_named(monkeypatch) -> None:
     reservation = object.__new__(Reservation)
     reservation.plan = plan("fused", Hardware())
     for port in (1, 99999):

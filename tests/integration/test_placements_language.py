@@ -84,7 +84,7 @@ def weights(run_dir: Path, update: int = 3) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def cached_run(tmp_path_factory: pytest.TempPathFactory) -> CachedRuns:
+def cached_run(tmp_path_factory) -> CachedRuns:
     return CachedRuns(train, tmp_path_factory.mktemp("runs"))
 
 
@@ -116,7 +116,7 @@ def test_placements_with_one_learner_equal_one_process(
 
 
 @pytest.mark.slow
-def test_compile_option_applies_to_worker_processes(tmp_path: Path) -> None:
+def test_compile_option_applies_to_worker_processes(tmp_path) -> None:
     c = config({"compile": "always", "placement": "fused", "cluster.devices_per_node": 1})
     spec = RunSpec(c, torch.device("cpu"), tmp_path, 3)
     for compile, since in (("always", 0), ("auto", None)):
@@ -169,7 +169,7 @@ def test_placements_with_two_learners_equal_each_other(local: Path, cached_run: 
 
 @pytest.mark.slow
 def test_run_resumes_bit_for_bit_in_other_placements(
-    local: Path, cached_run: CachedRuns, tmp_path: Path
+    local: Path, cached_run: CachedRuns, tmp_path
 ) -> None:
     half = cached_run(**KL, **EQUAL_TO_LOCAL["colocated"]) / "checkpoints" / "step_000002"
     train(tmp_path / "one", **KL, **EQUAL_TO_LOCAL["disaggregated"], resume=str(half))
@@ -189,7 +189,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-def test_sharded_learners_equal_unsharded_ones(cached_run: CachedRuns, tmp_path: Path) -> None:
+def test_sharded_learners_equal_unsharded_ones(cached_run: CachedRuns, tmp_path) -> None:
     unsharded = cached_run(**KL, **TWO_LEARNERS["fused"])
     few_tokens = {"algorithm__micro_batch_tokens": 40}
     for name, options in SHARDED.items():
@@ -200,7 +200,7 @@ def test_sharded_learners_equal_unsharded_ones(cached_run: CachedRuns, tmp_path:
 
 
 @pytest.mark.slow
-def test_grpo_with_graders_in_a_process_of_their_own(tmp_path: Path) -> None:
+def test_grpo_with_graders_in_a_process_of_their_own(tmp_path) -> None:
     options: dict[str, Any] = {"algorithm__adv_type": "grpo", "algorithm__group_size": 2}
     expected = train(tmp_path / "local", **options)
     roles = {"rollout": 0, "reward": 1, "actor": 2}
@@ -210,14 +210,14 @@ def test_grpo_with_graders_in_a_process_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_max_lag_lets_rollouts_run_ahead(tmp_path: Path) -> None:
+def test_max_lag_lets_rollouts_run_ahead(tmp_path) -> None:
     options = {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__max_lag": 1}
     metrics = train(tmp_path / "run", **options, algorithm__off_policy_correction="token")
     lags = [row["rollout/version_lag"] for row in metrics if "rollout/version_lag" in row]
     assert lags == [0.0, 1.0, 1.0]
 
 
-def test_refused_options_leave_no_files(tmp_path: Path) -> None:
+def test_refused_options_leave_no_files(tmp_path) -> None:
     roles = {"rollout": 1, "reward,critic": 0, "actor": 2}
     shared = {"cluster__component_placement": roles, "cluster__devices_per_node": 3}
     cases: list[tuple[str, dict[str, Any]]] = [

@@ -98,11 +98,7 @@ class Stop(Exception):
     [("envpool", 48, 3), ("gymnasium", 0, 4), ("mujoco", 0, 4)],
 )
 def test_resumed_run_equals_an_uninterrupted_run(
-    tmp_path: Path,
-    adapter: str,
-    restart_every: int,
-    save_every: int,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path, adapter: str, restart_every: int, save_every: int, monkeypatch
 ) -> None:
     def config(run_dir: Path, **changes: object) -> Config:
         c = tiny(run_dir, **changes)
@@ -137,9 +133,7 @@ def test_resumed_run_equals_an_uninterrupted_run(
 
 
 @pytest.mark.slow
-def test_complete_run_is_continued_where_it_has_more_updates(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_complete_run_is_continued_where_it_has_more_updates(tmp_path, capfd) -> None:
     run_dir = tmp_path / "run"
     first = runs.train(tiny(run_dir, updates=4), quiet=True)
     files = {p: p.read_bytes() for p in run_dir.rglob("*") if p.is_file()}
@@ -187,7 +181,7 @@ def wait_for(path: Path, process: subprocess.Popen, seconds: float = 60.0) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_signal_saves_and_exits_with_130(tmp_path: Path, number: int) -> None:
+def test_signal_saves_and_exits_with_130(tmp_path, number: int) -> None:
     process = start(tmp_path / "run")
     wait_for(tmp_path / "run" / "checkpoints" / "latest", process)
     process.send_signal(number)
@@ -201,7 +195,7 @@ def test_signal_saves_and_exits_with_130(tmp_path: Path, number: int) -> None:
 
 
 @pytest.mark.slow
-def test_second_signal_during_a_save_ends_the_run_at_once(tmp_path: Path) -> None:
+def test_second_signal_during_a_save_ends_the_run_at_once(tmp_path) -> None:
     """The checkpoint that is being written is not complete; the one before it stays valid."""
     slow_save = f"""
 import sys, time
@@ -280,7 +274,7 @@ def test_lost_interrupt_ends_the_next_uninterrupted_block() -> None:
 
 
 @pytest.mark.slow
-def test_checkpoints_after_kill_9_can_be_loaded(tmp_path: Path) -> None:
+def test_checkpoints_after_kill_9_can_be_loaded(tmp_path) -> None:
     run_dir, last_update = tmp_path / "run", 0
     for delay_s in (0.0, 0.013, 0.2):
         process = start(run_dir, "resume=auto", "save_every=1")
@@ -360,9 +354,7 @@ def state_of(run_dir: Path) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-def test_kill_between_saving_and_logging_loses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_between_saving_and_logging_loses_nothing(tmp_path, monkeypatch) -> None:
     """A run that is killed at any step has every row once, all evaluations, scores and ``best``."""
     # Memory estimates and reports each take a third of the time of these runs.
     monkeypatch.setattr(run_plan, "can_estimate", lambda *_, **__: False)
@@ -394,7 +386,7 @@ def test_kill_between_saving_and_logging_loses_nothing(
         assert state_of(tmp_path / f"killed {moment}") == expected, steps[moment - 1]
 
 
-def test_damaged_newest_checkpoint_is_skipped(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+def test_damaged_newest_checkpoint_is_skipped(tmp_path, capfd) -> None:
     runs.train(tiny(tmp_path / "run"), quiet=True)
     (tmp_path / "run/checkpoints/step_000008/policy.pt").write_bytes(b"short")
     runs.train(tiny(tmp_path / "run", resume="auto"), quiet=False)
@@ -403,7 +395,7 @@ def test_damaged_newest_checkpoint_is_skipped(tmp_path: Path, capfd: pytest.Capt
 
 
 @pytest.mark.slow
-def test_changed_options_are_logged_or_refused(tmp_path: Path) -> None:
+def test_changed_options_are_logged_or_refused(tmp_path) -> None:
     runs.train(tiny(tmp_path / "run"), quiet=True)
     config = tiny(tmp_path / "run", resume="auto", updates=9)
     runs.train(replace(config, algorithm=replace(config.algorithm, gamma=0.5)), quiet=True)
@@ -421,7 +413,7 @@ def test_changed_options_are_logged_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_earlier_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
+def test_earlier_checkpoint_starts_a_new_run(tmp_path) -> None:
     runs.train(tiny(tmp_path / "run"), quiet=True)
     before = rows(tmp_path / "run")
     earlier = tmp_path / "run/checkpoints/step_000004"
@@ -432,9 +424,7 @@ def test_earlier_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     assert_same(contents(tmp_path / "run", 8), contents(tmp_path / "branch", 8))
 
 
-def test_failure_of_the_last_evaluation_keeps_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_of_the_last_evaluation_keeps_the_checkpoint(tmp_path, monkeypatch) -> None:
     evaluate = LocalSystem.evaluate
 
     def fail_at_last_update(self: LocalSystem, update: int) -> object:
@@ -448,7 +438,7 @@ def test_failure_of_the_last_evaluation_keeps_the_checkpoint(
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
 
 
-def test_evaluation_with_changed_options_has_its_own_report(tmp_path: Path) -> None:
+def test_evaluation_with_changed_options_has_its_own_report(tmp_path) -> None:
     c = tiny(tmp_path / "run")
     runs.train(replace(c, env=replace(c.env, kwargs={"frame_skip": 4})), quiet=True)
     options = {"checkpoint": str(tmp_path / "run"), "episodes": 2, "video": False}
@@ -462,9 +452,7 @@ def test_evaluation_with_changed_options_has_its_own_report(tmp_path: Path) -> N
     assert other["eval/length"] <= 7
 
 
-def test_resumed_run_is_not_changed_by_a_new_run_dir(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_is_not_changed_by_a_new_run_dir(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     small = {"env.id": "CartPole-v1", "env.num_envs": 8, "compile": "never"}
     small |= {"algorithm.horizon": 8, "algorithm.global_batch_size": 32}
@@ -481,7 +469,7 @@ def test_resumed_run_is_not_changed_by_a_new_run_dir(
 
 @pytest.mark.parametrize("moment", ["evaluate", "collect", "update"])
 def test_interrupt_before_the_first_update_leaves_nothing(
-    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str, tmp_path, monkeypatch
 ) -> None:
     """A signal while building or evaluating ends the run, a second one the first update."""
     original = getattr(LocalSystem, moment)
@@ -498,9 +486,7 @@ def test_interrupt_before_the_first_update_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_interrupt_keeps_files_of_others_and_complete_updates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_keeps_files_of_others_and_complete_updates(tmp_path, monkeypatch) -> None:
     (tmp_path / "notes.txt").touch()
     evaluate = LocalSystem.evaluate
 

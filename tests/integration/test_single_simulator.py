@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = run_helpers.options(
 
 
 @pytest.fixture(autouse=True)
-def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def new_process(monkeypatch) -> None:
     """Let the test count from the first simulator of a process."""
     monkeypatch.setattr(single_simulators.Once, "built", [])
 
@@ -42,7 +42,7 @@ def weights(run: ep.Run, update: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("id", IDS)
-def test_the_training_builds_one_simulator_and_closes_it(id: str, tmp_path: Path) -> None:
+def test_the_training_builds_one_simulator_and_closes_it(id: str, tmp_path) -> None:
     run = train(tmp_path / "run", id)
     assert single_simulators.Once.built == ["closed"]
     evaluated = [row["update"] for row in run.metrics if "eval/return" in row]
@@ -58,7 +58,7 @@ def test_the_training_builds_one_simulator_and_closes_it(id: str, tmp_path: Path
             assert again["eval/return"] == run.summary["final_return"]
 
 
-def test_a_robot_is_evaluated_and_exported_with_one_environment(tmp_path: Path) -> None:
+def test_a_robot_is_evaluated_and_exported_with_one_environment(tmp_path) -> None:
     """A class of one environment: more episodes than environments build no second one."""
     run = train(tmp_path / "run", "single_simulators:Robot", env__num_envs=1, algorithm__horizon=32)
     assert run.metrics[-1]["eval/return"] == run.summary["final_return"]
@@ -75,7 +75,7 @@ def test_a_robot_is_evaluated_and_exported_with_one_environment(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("id", IDS)
-def test_without_evaluations_there_is_one_simulator_and_no_report(id: str, tmp_path: Path) -> None:
+def test_without_evaluations_there_is_one_simulator_and_no_report(id: str, tmp_path) -> None:
     options = {"evaluation__episodes": 0, "evaluation__env": None, "eval_every": None}
     run = train(tmp_path / "run", id, **options)
     assert single_simulators.Once.built == ["closed"]
@@ -92,7 +92,7 @@ def test_without_evaluations_there_is_one_simulator_and_no_report(id: str, tmp_p
     assert (longer.metrics[5]["update"], longer.metrics[4]) == (6, run.metrics[4])
 
 
-def test_the_refusal_of_a_second_simulator_names_the_option(tmp_path: Path) -> None:
+def test_the_refusal_of_a_second_simulator_names_the_option(tmp_path) -> None:
     with pytest.raises(TrainingError, match=r"write evaluation\.env=training .* one simulation"):
         train(tmp_path / "run", IDS[1], evaluation__env="own")
     assert single_simulators.Once.built == ["closed"]
@@ -107,7 +107,7 @@ def test_the_refusal_of_a_second_simulator_names_the_option(tmp_path: Path) -> N
     ],
 )
 def test_a_resumed_run_starts_the_same_episodes_after_an_evaluation(
-    id: str, options: dict[str, Any], tmp_path: Path
+    id: str, options: dict[str, Any], tmp_path
 ) -> None:
     run = train(tmp_path / "run", id, **options)
     for update in (1, 2, 3):
@@ -131,7 +131,7 @@ def test_a_resumed_run_starts_the_same_episodes_after_an_evaluation(
     ],
 )
 def test_options_that_one_simulator_cannot_have_are_refused(
-    options: dict[str, Any], tmp_path: Path
+    options: dict[str, Any], tmp_path
 ) -> None:
     with pytest.raises(ConfigError) as error:
         train(tmp_path / "run", options.pop("env__id", IDS[1]), **options)

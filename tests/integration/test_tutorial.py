@@ -28,7 +28,7 @@ COMMANDS = {"embodied-ppo": "-m embodied_ppo.commands.main", "python": ""}
 
 
 @pytest.mark.slow
-def test_all_blocks_run(tmp_path: Path) -> None:
+def test_all_blocks_run(tmp_path) -> None:
     """Run ``sh``, save ``LANGUAGE FILE``, and replace a function by ``python FILE:function``."""
     for name, arguments in COMMANDS.items():
         file = tmp_path / "bin" / name
@@ -105,9 +105,7 @@ class Infinite(Balance):
 @pytest.mark.parametrize(
     ("name", "finding"), [("Stateful", "observation differs"), ("Infinite", "finite")]
 )
-def test_check_env_reports_a_faulty_task(
-    name: str, finding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_check_env_reports_a_faulty_task(name: str, finding: str, tmp_path, monkeypatch) -> None:
     (tmp_path / "faulty.py").write_text(TASK)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "faulty", raising=False)

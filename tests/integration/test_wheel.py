@@ -52,7 +52,7 @@ def sources() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory) -> Path:
     """Return the folder of the source distribution and the wheel that is built from it.
 
     The folder is $EMBODIED_PPO_DIST, else both are built from a copy of the checkout.
@@ -75,7 +75,7 @@ def wheel(dist: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def bin_dir(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bin_dir(wheel: Path, tmp_path_factory) -> Path:
     """Return ``bin`` of a new environment with the wheel and the packages of this environment.
 
     A path line in a .pth file adds site-packages without running its .pth files, one of which is
@@ -110,7 +110,7 @@ def test_sdist_builds_without_the_checkout(dist: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wheel_works_from_another_directory(bin_dir: Path, tmp_path: Path) -> None:
+def test_wheel_works_from_another_directory(bin_dir: Path, tmp_path) -> None:
     script = (
         "import embodied_envs, embodied_ppo.configs, importlib.resources as lib\n"
         "config = lib.files('embodied_ppo.configs') / 'train.yaml'\n"

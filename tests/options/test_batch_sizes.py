@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,9 +75,7 @@ def test_update_of_a_language_model() -> None:
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_run_logs_batch_sizes_once(
-    quiet: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_logs_batch_sizes_once(quiet: bool, tmp_path, capsys) -> None:
     small = run_helpers.options("""env.num_envs=4 algorithm.horizon=8 algorithm.global_batch_size=32
         updates=2""")
     c = run_helpers.tiny_config(

@@ -281,7 +281,7 @@ def test_sharding_reduces_the_memory_of_each_learner() -> None:
     ],
 )
 def test_shard_needs_several_learners_and_a_recent_torch(
-    devices: int, version: str, reason: str, monkeypatch: pytest.MonkeyPatch
+    devices: int, version: str, reason: str, monkeypatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     c = run_helpers.tiny_config(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -268,9 +267,7 @@ class Computed(Mine):
 @pytest.mark.parametrize(
     "id", ["Go1Rough", "PandaPickCube", "named_terms:Mine", "named_terms:Other"]
 )
-def test_names_of_terms_in_the_source_are_those_of_the_task(
-    id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_terms_in_the_source_are_those_of_the_task(id: str, tmp_path, monkeypatch) -> None:
     (tmp_path / "named_terms.py").write_text(MINE)
     monkeypatch.syspath_prepend(tmp_path)
     task_class = tasks.find(id)
@@ -287,7 +284,7 @@ def test_names_of_terms_in_the_source_are_those_of_the_task(
 
 @pytest.mark.parametrize("place", [".", "checkpoints/step_000002"])
 def test_evaluate_refuses_names_that_the_runs_copy_of_the_task_lacks(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    place: str, tmp_path, monkeypatch, capsys
 ) -> None:
     """The file on the path has changed since the training."""
     monkeypatch.syspath_prepend(tmp_path)

@@ -111,7 +111,7 @@ def test_invalid_models_are_refused(
         causal_lm.load(path, architecture, section="actor.model")
 
 
-def test_load_a_directory(tmp_path: Any) -> None:
+def test_load_a_directory(tmp_path) -> None:
     policy = make("qwen3")
     policy.model.save_pretrained(tmp_path)
     again = LanguagePolicy(causal_lm.load(str(tmp_path), {}, section="actor.model"))
@@ -128,7 +128,7 @@ class Payload:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_pickled_weights_are_read_without_running_code(
-    sharded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sharded: bool, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     policy, folder = make("qwen3"), tmp_path / "model"
@@ -157,7 +157,7 @@ def test_pickled_weights_are_read_without_running_code(
         assert "\n" not in str(refused.value) and not Path("pwned").exists()
 
 
-def test_weights_that_are_not_finite_are_refused(tmp_path: Any) -> None:
+def test_weights_that_are_not_finite_are_refused(tmp_path) -> None:
     model = make("qwen3").model
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[2, 3] = torch.inf
@@ -259,7 +259,7 @@ def test_varlen_attention_agrees_with_separate_rows(groups: int) -> None:
 @pytest.mark.parametrize("chunk", [64 << 20, 4 * 50 * 5], ids=["at once", "in chunks of 5"])
 @pytest.mark.parametrize(("kind", "temperature"), [("qwen2", 1.0), ("qwen2", 0.7), ("gemma2", 0.7)])
 def test_view_agrees_with_float64_reference(
-    kind: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, temperature: float, chunk: int, monkeypatch
 ) -> None:
     monkeypatch.setattr(causal_lm, "LOGIT_BYTES", chunk)
     capped = {"final_logit_softcapping": 2.0, "tie_word_embeddings": False}

@@ -81,7 +81,7 @@ def statistics(device: str, rows: int = 7) -> list[Tensor]:
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def traced(monkeypatch) -> None:
     """Compile on the CPU: torch.compile traces the functions, but generates no code."""
     monkeypatch.setattr(fusion, "DEVICES", ("cpu",))
     run_helpers.trace_only(monkeypatch)
@@ -92,7 +92,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("error:.*runs without torch.compile")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_traced_functions_give_the_numbers_of_eager_code(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, traced: None
+    dtype: torch.dtype, monkeypatch, traced: None
 ) -> None:
     for name, function in FUNCTIONS.items():
         actual = results(function, inputs(dtype)[name])
@@ -109,7 +109,7 @@ def test_traced_functions_give_the_numbers_of_eager_code(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*runs without torch.compile")
-def test_traced_token_statistics(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
+def test_traced_token_statistics(monkeypatch, traced: None) -> None:
     actual = statistics("cpu")
     monkeypatch.setattr(fusion, "DEVICES", ())
     for x, y in zip(actual, statistics("cpu"), strict=True):
@@ -126,7 +126,7 @@ def test_nothing_is_compiled_within_an_eager_function(traced: None) -> None:
     assert len(fusion._compiled) == 1
 
 
-def test_torchs_variable_disables_the_fusion(monkeypatch: pytest.MonkeyPatch, traced: None) -> None:
+def test_torchs_variable_disables_the_fusion(monkeypatch, traced: None) -> None:
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     gate = torch.randn(3, 4)
     fusion.gated_product(nn.SiLU(), gate, gate)
@@ -136,9 +136,7 @@ def test_torchs_variable_disables_the_fusion(monkeypatch: pytest.MonkeyPatch, tr
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*runs without torch.compile")
 @pytest.mark.parametrize("kind", ["qwen2", "gemma2"])
-def test_layers_with_recomputation(
-    kind: str, monkeypatch: pytest.MonkeyPatch, traced: None
-) -> None:
+def test_layers_with_recomputation(kind: str, monkeypatch, traced: None) -> None:
     """In Gemma 2 the last operation of a layer is fused. Its recomputation ends within it."""
     ids = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 3]])
 

@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Path:
+def file(tmp_path) -> Path:
     return Path(shutil.copy(SOURCE, tmp_path / "my_network.py"))
 
 
@@ -50,9 +50,7 @@ def change(file: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_keeps_the_file(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_keeps_the_file(file: Path, tmp_path, capsys) -> None:
     run_dir = tmp_path / "run"
     run = train(file, run_dir)
     (copy,) = (run_dir / "network").iterdir()
@@ -84,7 +82,7 @@ def test_a_run_keeps_the_file(
 
 
 @pytest.mark.slow
-def test_resuming_equals_an_uninterrupted_run(file: Path, tmp_path: Path) -> None:
+def test_resuming_equals_an_uninterrupted_run(file: Path, tmp_path) -> None:
     run = train(file, tmp_path / "run", updates=3, save_every=2)
     resume = {"resume": run.run_dir / "checkpoints" / "step_000002", "progress": False}
     original = file.read_text()
@@ -166,9 +164,7 @@ def function(shapes):
         ("faults.py:Named", "KeyError"),
     ],
 )
-def test_faults_are_refused_in_one_line(
-    network: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_faults_are_refused_in_one_line(network: str, message: str, tmp_path, capsys) -> None:
     (tmp_path / "faults.py").write_text(FAULTS)
     lines = [f"model.network={tmp_path}/{network}", f"run_dir={tmp_path}/run", "env.id=CartPole-v1"]
     assert main.main(["train", "--quiet", *lines]) == 2

@@ -107,7 +107,7 @@ def update(rollout: Rollout, learner: PPO, number: int = 0) -> Trajectory:
         ("Plain", None),
     ],
 )
-def test_network_of_a_user(tmp_path: Path, name: str, cause: str | None) -> None:
+def test_network_of_a_user(tmp_path, name: str, cause: str | None) -> None:
     file = tmp_path / "networks.py"
     file.write_text(NETWORKS)
     rollout, learner = make(**{"model.network": f"{file}:{name}"})
@@ -162,7 +162,7 @@ def test_other_weights_have_acted() -> None:
 
 
 @pytest.mark.slow
-def test_command_ends_with_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_ends_with_exit_code_2(tmp_path, capsys) -> None:
     file = tmp_path / "networks.py"
     file.write_text(NETWORKS)
     options = ["env.id=CartPole-v1", "env.num_envs=4", "updates=2", "compile=never"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,9 +192,7 @@ RECURRENT = ("model.recurrent=gru", "model.recurrent_size=8", "algorithm.minibat
     ],
     ids=["eager", "compiled", "recurrent", "chunks", "curiosity"],
 )
-def test_run_with_groups_resumes_bit_for_bit(
-    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_with_groups_resumes_bit_for_bit(options: tuple[str, ...], tmp_path, capsys) -> None:
     train = ("train", *TRAIN, *options)
     whole, half = tmp_path / "whole", tmp_path / "half"
     run_command(capsys, *train, "updates=4", "save_every=2", f"run_dir={whole}")

@@ -418,7 +418,7 @@ def test_full_kl_penalty_does_not_change_behaviour_log_probs() -> None:
 
 
 @pytest.mark.slow
-def test_state_resumes_bit_for_bit(tmp_path: Any) -> None:
+def test_state_resumes_bit_for_bit(tmp_path) -> None:
     options: dict[str, Any] = {
         "use_kl_in_reward": True,
         "kl_ctrl": KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100),

@@ -312,7 +312,7 @@ algorithm: {normalize_advantages: True, group_size: 1, adv_type: gae, loss_type:
 """The options of PPO on RLinf's page about embodied tasks."""
 
 
-def test_rlinf_options_train_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rlinf_options_train_unchanged(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/block.yaml").write_text(BLOCK.lstrip())

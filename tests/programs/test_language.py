@@ -62,7 +62,7 @@ def few_problems() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "cwd"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -94,7 +94,7 @@ def write_lines(name: str, items: list[dict[str, Any]]) -> Path:
 
 
 # -------------------------------------------------------------------------------------------- train
-def test_run_writes_all_files(capsys: Capture) -> None:
+def test_run_writes_all_files(capsys) -> None:
     summary = train(capsys)
     assert summary == json.loads(Path("run/summary.json").read_text())
     assert summary["updates"] == 2 and "env_steps" not in summary
@@ -154,7 +154,7 @@ STATEFUL_OPTIONS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], STATEFUL_OPTIONS], ids=["plain", "stateful"])
-def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Capture) -> None:
+def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys) -> None:
     """Train four updates on 8 of 20 prompts: the first epoch ends after resuming."""
     # A reward that differs between responses, so that the weights change.
     Path("even.py").write_text(
@@ -180,7 +180,7 @@ def test_resumed_run_equals_an_uninterrupted_one(options: list[str], capsys: Cap
 
 
 @pytest.mark.slow
-def test_interrupt_saves_a_checkpoint_that_resumes(capsys: Capture) -> None:
+def test_interrupt_saves_a_checkpoint_that_resumes(capsys) -> None:
     flags = [*TINY, "run_dir=run", "updates=100000", "save_every=5", "reward.workers=0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "embodied_ppo.commands.main", "train", *flags],
@@ -276,7 +276,7 @@ def gsm8k() -> tuple[list[str], Path]:
 
 
 @pytest.mark.slow
-def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
+def test_gsm8k_trains_evaluates_and_exports(capsys) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     options, model = gsm8k()
@@ -321,7 +321,7 @@ def test_gsm8k_trains_evaluates_and_exports(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_every_tag_is_documented(capsys: Capture) -> None:
+def test_every_tag_is_documented(capsys) -> None:
     """docs/metrics.md has a row for each tag of this mode.
 
     training/test_logging.py checks the opposite direction for robots.
@@ -341,7 +341,7 @@ def test_every_tag_is_documented(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_missing_files_and_directories_are_refused(capsys: Capture) -> None:
+def test_missing_files_and_directories_are_refused(capsys) -> None:
     options, _ = gsm8k()
     for change, named in (
         ("data.train=[trian.jsonl]", r"data\.train.*trian\.jsonl.*train\.jsonl"),
@@ -354,7 +354,7 @@ def test_missing_files_and_directories_are_refused(capsys: Capture) -> None:
 
 # ----------------------------------------------------------------------------------------- evaluate
 @pytest.mark.slow
-def test_evaluate_options(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluate_options(capsys, monkeypatch) -> None:
     train(capsys)
 
     def measure(*options: object) -> dict[str, Any]:
@@ -394,7 +394,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.slow
-def test_directory_of_a_model_is_measured_and_compared(capsys: Capture) -> None:
+def test_directory_of_a_model_is_measured_and_compared(capsys) -> None:
     """Greedy accuracy is that of transformers' generate; two models are compared in pairs."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -445,7 +445,7 @@ def test_directory_of_a_model_is_measured_and_compared(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_clone_learns_the_responses_of_a_file(capsys: Capture) -> None:
+def test_clone_learns_the_responses_of_a_file(capsys) -> None:
     """The mask is checked against transformers' labels; PPO continues from the clone."""
     from transformers import AutoModelForCausalLM
 
@@ -511,7 +511,7 @@ def test_clone_learns_the_responses_of_a_file(capsys: Capture) -> None:
         assert named in refusal(capsys, "clone", *options, *change, "run_dir=refused"), change
 
 
-def test_prompt_options_are_refused_for_robot_policies(capsys: Capture) -> None:
+def test_prompt_options_are_refused_for_robot_policies(capsys) -> None:
     sizes = ["env.num_envs=2", "algorithm.horizon=4", "algorithm.global_batch_size=8"]
     sizes += ["evaluation.episodes=1"]
     sizes += ["updates=1", "run_dir=robot", "evaluation.video_episodes=0"]
@@ -546,7 +546,7 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sync", "asynchronous"])
-def test_user_defined_grader(name: str, capsys: Capture) -> None:
+def test_user_defined_grader(name: str, capsys) -> None:
     Path("graders.py").write_text(GRADERS)
     summary = train(capsys, f"reward.grader={Path('graders.py').resolve()}:{name}", "updates=1")
     last = rows(Path("run"))[-1]
@@ -558,7 +558,7 @@ def test_user_defined_grader(name: str, capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_terms_of_the_reward(capsys: Capture) -> None:
+def test_terms_of_the_reward(capsys) -> None:
     """A single term trains as its grader; two terms are groups, metrics and columns."""
     Path("graders.py").write_text(GRADERS)
     length = f"{Path('graders.py').resolve()}:sync"
@@ -597,7 +597,7 @@ def test_terms_of_the_reward(capsys: Capture) -> None:
     ("name", "cause"),
     [("crashes", "RuntimeError: it is odd"), ("hangs", "took longer than timeout_s = 0.2")],
 )
-def test_failing_grader_affects_only_its_samples(name: str, cause: str, capsys: Capture) -> None:
+def test_failing_grader_affects_only_its_samples(name: str, cause: str, capsys) -> None:
     Path("graders.py").write_text(GRADERS)
     options = ["evaluation.episodes=1"]
     if name == "hangs":
@@ -613,7 +613,7 @@ def test_failing_grader_affects_only_its_samples(name: str, cause: str, capsys: 
 
 
 @pytest.mark.slow
-def test_reward_model_and_penalty_by_the_reference(capsys: Capture) -> None:
+def test_reward_model_and_penalty_by_the_reference(capsys) -> None:
     """The reward model gives every response the score 3."""
     experiment = yaml.safe_load((ROOT / "configs/experiment/arithmetic.yaml").read_text())
     fields = {**experiment["actor"]["model"]["architecture"], **SIZES, "num_labels": 1}
@@ -642,7 +642,7 @@ def test_reward_model_and_penalty_by_the_reference(capsys: Capture) -> None:
 
 
 # ------------------------------------------------------------------------------------------- critic
-def test_critic_warmup_does_not_change_the_actor(capsys: Capture) -> None:
+def test_critic_warmup_does_not_change_the_actor(capsys) -> None:
     cold = [option for option in TINY if not option.startswith("warm_start.")] + [
         "warm_start.steps=0"
     ]
@@ -668,7 +668,7 @@ def test_critic_warmup_does_not_change_the_actor(capsys: Capture) -> None:
     assert not torch.equal(critic[trunk], fresh["model.model.embed_tokens.weight"])
 
 
-def test_value_pretraining_starts_other_runs(capsys: Capture) -> None:
+def test_value_pretraining_starts_other_runs(capsys) -> None:
     run_command(
         capsys,
         "train",

@@ -133,9 +133,7 @@ def equal(a: Any, b: Any) -> bool:
         ("matrix", None, "box"),
     ],
 )
-def test_training_api_and_bundle_agree(
-    kind: str, mask: str | None, obs: str, tmp_path: Path
-) -> None:
+def test_training_api_and_bundle_agree(kind: str, mask: str | None, obs: str, tmp_path) -> None:
     """The environment refuses actions outside of its space, in training, evaluation and here."""
     runs.train(options(tmp_path / "run", kind=kind, mask=mask, obs=obs), quiet=True)
     policy_export.export(str(tmp_path / "run"), str(tmp_path / "out"))
@@ -154,7 +152,7 @@ def test_training_api_and_bundle_agree(
 
 
 @pytest.mark.parametrize(("kind", "mask"), [("dict", "obs")])
-def test_runs_resume_bit_for_bit(kind: str, mask: str, tmp_path: Path) -> None:
+def test_runs_resume_bit_for_bit(kind: str, mask: str, tmp_path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     runs.train(options(whole, 4, kind=kind, mask=mask), quiet=True)
     runs.train(options(parts, 2, kind=kind, mask=mask), quiet=True)
@@ -174,7 +172,7 @@ def envs(kind: str, mask: str | None = None, obs: str = "box", **extra: Any) -> 
 
 
 @pytest.mark.parametrize("mode", ["same_step"])
-def test_mask_without_a_possible_value_is_refused(mode: str, tmp_path: Path) -> None:
+def test_mask_without_a_possible_value_is_refused(mode: str, tmp_path) -> None:
     config = options(tmp_path, kind="multi", mask="zero", **{"env.kwargs.autoreset_mode": mode})
     with pytest.raises(EnvError, match="environment 0"):
         run_helpers.tiny_rollout(config).collect(8, update=0, version=0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import run_helpers
@@ -204,7 +203,7 @@ def test_passes_are_new_episodes_and_one_round_masks_groups() -> None:
             assert batch.mask.shape == (8, 24) and numbers(own)["rollout/filter_rounds"] > 3
 
 
-def test_env_steps_of_a_run_include_dropped_groups(tmp_path: Path) -> None:
+def test_env_steps_of_a_run_include_dropped_groups(tmp_path) -> None:
     options = {**POINT, "run_dir": str(tmp_path / "run"), "evaluation.episodes": 2}
     runs.train(run_helpers.tiny_config(options), quiet=True)
     text = (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,9 +79,7 @@ def test_infinite_term_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_misspelt_term_leaves_nothing_behind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_misspelt_term_leaves_nothing_behind(tmp_path, capsys) -> None:
     run_dir = tmp_path / "run"
     options = ["env.id=HalfCheetah-v4", "env.num_envs=4", "updates=2", "compile=never"]
     options += ["algorithm.horizon=16", "algorithm.global_batch_size=32", f"run_dir={run_dir}"]

@@ -97,7 +97,7 @@ def places(mirror: SignedPermutation) -> list[int]:
     return [sign * (i + 1) for i, sign in zip(mirror.index, mirror.sign, strict=True)]
 
 
-def test_image_of_a_toy_equals_one_by_hand(tmp_path: Path) -> None:
+def test_image_of_a_toy_equals_one_by_hand(tmp_path) -> None:
     """Joints are FL, FR, RL, RR with (roll, pitch) each; actuators are all rolls, then pitches. The
     IMU is turned by 90 degrees, so that its x axis is the base's y axis.
     """
@@ -221,7 +221,7 @@ MODELS: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_with_unequal_sides_is_refused_or_named(name: str, tmp_path: Path) -> None:
+def test_a_model_with_unequal_sides_is_refused_or_named(name: str, tmp_path) -> None:
     xml, cause = MODELS[name]
     try:
         report = " ".join(search(tmp_path, xml=xml).warnings)
@@ -230,7 +230,7 @@ def test_a_model_with_unequal_sides_is_refused_or_named(name: str, tmp_path: Pat
     assert cause in report
 
 
-def test_the_direction_of_a_joint_s_axis_changes_signs_only(tmp_path: Path) -> None:
+def test_the_direction_of_a_joint_s_axis_changes_signs_only(tmp_path) -> None:
     """The mirror follows from the axes: a roll axis that points backwards is no mistake."""
     turned = changed(LEFT, LEFT.replace("1 0 0", "-1 0 0"))
     turned = turned.replace("0 0 .3 1 0 0 0  .1", "0 0 .3 1 0 0 0  -.1")
@@ -307,7 +307,7 @@ TASKS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_with_unequal_sides_is_refused(name: str, tmp_path: Path) -> None:
+def test_a_task_with_unequal_sides_is_refused(name: str, tmp_path) -> None:
     members, cause = TASKS[name]
     with pytest.raises(EnvError, match="has no mirror image") as error:
         search(tmp_path, both(Walk, **members))
@@ -337,9 +337,7 @@ WRONG_PAIRS: dict[str, Callable[[tuple[Pair, ...]], list[Pair]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG_PAIRS)
-def test_wrong_pairs_of_joints_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_pairs_of_joints_are_refused(name: str, tmp_path, monkeypatch) -> None:
     right = RobotModel.pairs.func  # pyright: ignore[reportAttributeAccessIssue]
     wrong = property(lambda self: tuple(WRONG_PAIRS[name](right(self))))
     monkeypatch.setattr(RobotModel, "pairs", wrong)

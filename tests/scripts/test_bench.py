@@ -57,9 +57,7 @@ def test_failed_part_reports_the_end_of_its_errors() -> None:
     assert bench.run_part([sys.executable, "-c", "pass"], 60.0, print) == ""
 
 
-def test_figures_are_stored_before_a_part_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_figures_are_stored_before_a_part_fails(tmp_path, monkeypatch, capsys) -> None:
     """A part that fails leaves its figures in the file, and the next part runs."""
     script, out = tmp_path / "part.py", tmp_path / "out.json"
     script.write_text(
@@ -82,7 +80,7 @@ def test_figures_are_stored_before_a_part_fails(
     assert len(json.loads(out.read_text())) == 2, "the same part, device and commit: replaced"
 
 
-def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_parts_are_refused(capsys) -> None:
     with pytest.raises(SystemExit):
         bench.main(["trian"])
     assert "trian" in capsys.readouterr().err
@@ -118,9 +116,7 @@ def test_training_and_its_lower_bounds_are_measured() -> None:
 
 
 @pytest.mark.slow
-def test_learning_protocol_is_resumable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_learning_protocol_is_resumable(tmp_path, monkeypatch, capsys) -> None:
     file, runs = tmp_path / "results.json", tmp_path / "runs"
     command = ["learning", "--tiny", "--results", str(file), "--runs", str(runs)]
     command += ["--tasks", "HalfCheetah-v4", "--steps", "128"]
@@ -156,7 +152,7 @@ def test_learning_protocol_is_resumable(
         bench.main(["learning", "--tasks", "Cheetah"])
 
 
-def test_tables_of_the_learning_protocol(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_of_the_learning_protocol(capsys) -> None:
     tasks = {task.id: task for task in bench_learning.selected(["Hopper-v4", "playground"])}
     row = {"task": "Hopper-v4", "steps": 1000, "label": "a"}
     rows = [row | {"seed": i, "final_return": 2741.0 * x} for i, x in enumerate((0.5, 0.7, 1.2))]
@@ -181,7 +177,7 @@ def test_generation_and_small_models_are_measured() -> None:
     assert len(lines.figures) == 2 + 2 * 4 and min(lines.figures.values()) > 0
 
 
-def test_peaks_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peaks_are_those_of_the_gpu(monkeypatch) -> None:
     gpu = torch.device("cuda", 0)
     for name, peak in (("NVIDIA H200", 989e12), ("NVIDIA H100 PCIe", 756e12), ("Tesla T4", None)):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
@@ -189,7 +185,7 @@ def test_peaks_are_those_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bench.peak_flops(CPU) is None
 
 
-def test_scripts_run_in_a_checkout_without_installation(tmp_path: Path) -> None:
+def test_scripts_run_in_a_checkout_without_installation(tmp_path) -> None:
     """-S leaves out site-packages, and with it the installation."""
     scripts = Path(bench.__file__).parent
     code = (

@@ -54,7 +54,7 @@ def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("docs") / "site"
     process = build(ROOT / "mkdocs.yml", folder)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -90,7 +90,7 @@ def script(name: str) -> ModuleType:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("link", ["no_such.md", "index.md#nowhere"])
-def test_a_broken_link_fails_the_build(link: str, tmp_path: Path) -> None:
+def test_a_broken_link_fails_the_build(link: str, tmp_path) -> None:
     settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     for name in ("hooks", "nav"):
         del settings[name]
@@ -156,7 +156,7 @@ def test_pages_load_no_foreign_resources(site: Path) -> None:
 
 @pytest.mark.slow
 def test_a_browser_requests_only_this_site_and_the_search_finds_an_option(
-    site: Path, tmp_path: Path
+    site: Path, tmp_path
 ) -> None:
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: object) -> None:

@@ -20,7 +20,7 @@ def example(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("examples") / "run"
     result = example("train_and_evaluate")["main"](str(folder), updates=2)
     assert result["eval/return"] >= 8 and Path(result["report"]).is_file()
@@ -28,7 +28,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_plot_runs(run_dir: Path, tmp_path: Path) -> None:
+def test_plot_runs(run_dir: Path, tmp_path) -> None:
     plot = example("plot_runs")
     steps, values = plot["curve"](run_dir, "eval/return")
     assert steps == [0, 512] and len(values) == 2
@@ -36,7 +36,7 @@ def test_plot_runs(run_dir: Path, tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_environment(tmp_path, monkeypatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     options = {
         "run_dir": str(tmp_path / "run"),
@@ -50,7 +50,7 @@ def test_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_gymnasium_ppo(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gymnasium_ppo(capsys) -> None:
     train = example("gymnasium_ppo")["train"]
     options = {"num_envs": 8, "max_episode_steps": 12, "families": ["reach"]}
     success = train("embodied/Tabletop-v0", updates=10, **options)
@@ -70,7 +70,7 @@ def test_own_placement() -> None:
 
 
 @pytest.mark.slow
-def test_search_options(tmp_path: Path) -> None:
+def test_search_options(tmp_path) -> None:
     search = example("search_options")["search"]
     tiny = ["updates=3", "eval_every=1", "env.num_envs=4", "algorithm.global_batch_size=128"]
     tiny += ["evaluation.episodes=2", "evaluation.num_envs=2", "evaluation.video_episodes=0"]

@@ -17,9 +17,7 @@ SCRIPTS = [
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_is_printed(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_help_is_printed(name: str, capsys, monkeypatch) -> None:
     """Scripts that pass their arguments to a command once failed with a traceback."""
     assert {"bench.py", "structure.py"} <= {*SCRIPTS}
     monkeypatch.setattr(sys, "argv", [name, "--help"])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import structure
 
@@ -29,7 +27,7 @@ def test_an_update_of_cartpole_is_within_its_limits():
     check(structure.run_numbers())
 
 
-def test_lines_and_comments_are_counted(tmp_path: Path):
+def test_lines_and_comments_are_counted(tmp_path):
     file = tmp_path / "module.py"
     file.write_text(
         '"""Docstring."""\n\n'

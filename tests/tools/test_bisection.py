@@ -21,7 +21,7 @@ UPDATE, STEP, ENVIRONMENT, HORIZON = 37, 5, 3, 16
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory) -> Path:
     """Return a run of 40 updates, one of whose 2560 rewards is 1e6."""
     # The cut of the first episode makes one more call of the environment than there are rows.
     call = (UPDATE - 1) * HORIZON + STEP + 1

@@ -46,7 +46,7 @@ def read(run_dir: Path, kind: Any, update: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_killed_run_has_every_line_once_after_its_resume(tmp_path: Path) -> None:
+def test_a_killed_run_has_every_line_once_after_its_resume(tmp_path) -> None:
     (tmp_path / "grader.py").write_text(GRADER)
     size = f"{{grader: '{tmp_path}/grader.py:size', weight: 0.5}}"
     options = [*TINY, f"reward.terms={{correct: {{grader: auto}}, size: {size}}}"]
@@ -109,7 +109,7 @@ def line(prompt: int, response: str, right: bool | None, **numbers: Any) -> dict
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path) -> Path:
     """A run with two updates, hostile texts and numbers, and a damaged line."""
     folder = tmp_path / "runs/words"
     make_run(folder, updates=2).close()
@@ -158,7 +158,7 @@ def test_responses_are_filtered_paged_and_compared(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_page_in_a_browser(run: Path, tmp_path: Path) -> None:
+def test_the_page_in_a_browser(run: Path, tmp_path) -> None:
     server = serving(run)
     browser = Browser(tmp_path)
     try:

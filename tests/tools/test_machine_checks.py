@@ -62,9 +62,7 @@ def test_this_machine_has_no_problem() -> None:
 
 # --------------------------------------------------------------------------- problems in a process
 @pytest.mark.slow
-def test_three_problems_in_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_three_problems_in_one_process(tmp_path, monkeypatch, capsys) -> None:
     """There is no compiler, MUJOCO_GL is invalid, and EnvPool cannot be imported."""
     empty = tmp_path / "bin"
     empty.mkdir()
@@ -91,9 +89,7 @@ def test_three_problems_in_one_process(
 
 
 @pytest.mark.slow
-def test_hanging_probe_and_its_child_are_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_probe_and_its_child_are_ended(tmp_path, monkeypatch) -> None:
     child = tmp_path / "child"
     text = (
         "import subprocess, time\n"
@@ -116,14 +112,12 @@ def test_hanging_probe_and_its_child_are_ended(
         ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
     ],
 )
-def test_crash_of_a_probe_is_reported(
-    text: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_crash_of_a_probe_is_reported(text: str, error: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("PYTHONPATH", stub(tmp_path, "envpool", text))
     assert machine_checks.run_apart("envpool").found.startswith(error)
 
 
-def test_egl_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_egl_without_a_driver(monkeypatch) -> None:
     monkeypatch.setenv("__EGL_VENDOR_LIBRARY_FILENAMES", "/nowhere.json")
     egl = machine_checks.run_apart("egl")
     assert egl.state == "problem"
@@ -142,7 +136,7 @@ def test_egl_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_rendering_backend_of_training(
-    mujoco_gl: str, working: tuple[str, ...], result: str, fix: str, monkeypatch: pytest.MonkeyPatch
+    mujoco_gl: str, working: tuple[str, ...], result: str, fix: str, monkeypatch
 ) -> None:
     monkeypatch.setenv("MUJOCO_GL", mujoco_gl)
     states: dict[str, Any] = {x: "ok" if x in working else "problem" for x in BACKENDS}
@@ -160,9 +154,7 @@ def test_rendering_backend_of_training(
         ("warp", "mujoco-warp", None, "absent"),
     ],
 )
-def test_package_versions(
-    extra: str, name: str, now: str | None, state: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_package_versions(extra: str, name: str, now: str | None, state: str, monkeypatch) -> None:
     lowest = {}
     for line in metadata.requires("embodied-ppo") or []:
         requirement = Requirement(line)
@@ -199,7 +191,7 @@ def nvidia_smi(folder: Path, text: str) -> None:
     ],
 )
 def test_torch_without_the_gpus_of_the_driver(
-    cuda: str | None, visible: str | None, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cuda: str | None, visible: str | None, fix: str, tmp_path, monkeypatch
 ) -> None:
     nvidia_smi(tmp_path, "echo 'NVIDIA L4, 535.1'")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -215,7 +207,7 @@ def test_torch_without_the_gpus_of_the_driver(
     assert machine_checks.check_torch().endswith("no NVIDIA GPU: device=cpu")
 
 
-def test_failing_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_compilers(tmp_path, monkeypatch) -> None:
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\nprintf 'omp.h: No such file \\377\\n' >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -228,7 +220,7 @@ def test_failing_compilers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert error.value.state == "absent"
 
 
-def test_full_and_unwritable_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_and_unwritable_disks(tmp_path, monkeypatch) -> None:
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10_000_000))
     with pytest.raises(CheckFailed, match=f"{tmp_path}: 0.0 GB free, less than 2"):
@@ -238,6 +230,6 @@ def test_full_and_unwritable_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         machine_checks.check_disk(machine_checks.cache_folder(), 0.0)
 
 
-def test_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_refused(capsys) -> None:
     assert main.main(["doctor", "experiment=quickstart"]) == 2
     assert "doctor ignores" in capsys.readouterr().err

@@ -32,7 +32,7 @@ BATCH = ("algorithm.horizon=8", "algorithm.global_batch_size=16", "save_every=1"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     """Train one update of Go1Joystick and evaluate three episodes."""
     folder = tmp_path_factory.mktemp("runs") / "go1"
     options = ("updates=1", "evaluation.episodes=0", f"run_dir={folder}")
@@ -52,14 +52,14 @@ def wait(condition: Callable[[], Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory) -> Iterator[Browser]:
     opened = Browser(tmp_path_factory.mktemp("browser"), SOFTWARE_RENDERER)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def page(run: Path, browser: Browser, tmp_path: Path) -> Iterator[Page]:
+def page(run: Path, browser: Browser, tmp_path) -> Iterator[Page]:
     """Serve the page of the report of the run, which the browser shows."""
     options, report = read_report(next((run / "reports").iterdir()))
     with play_run(options) as (player, weights):
@@ -157,9 +157,7 @@ def test_gamepad_sets_the_commands(page: Page, browser: Browser) -> None:
     assert not [p for p in browser.problems if "exception" in p.lower()]
 
 
-def test_replay_equals_the_report_and_is_exported(
-    page: Page, browser: Browser, tmp_path: Path
-) -> None:
+def test_replay_equals_the_report_and_is_exported(page: Page, browser: Browser, tmp_path) -> None:
     click(browser, "Replay")
     browser.wait("document.body.innerText.includes('equal to the report')")
     player = page.player
@@ -180,7 +178,7 @@ def test_replay_equals_the_report_and_is_exported(
     wait(lambda: player.cursor is None)
 
 
-def test_new_checkpoints_are_loaded(run: Path, tmp_path: Path) -> None:
+def test_new_checkpoints_are_loaded(run: Path, tmp_path) -> None:
     copy = tmp_path / "go1"
     subprocess.run(["cp", "-a", run, copy], check=True)
     with play_run(EvaluateConfig(checkpoint=str(copy))) as (player, weights):
@@ -205,7 +203,7 @@ def _sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def test_render_process_is_stopped(tmp_path: Path) -> None:
+def test_render_process_is_stopped(tmp_path) -> None:
     process = RenderProcess(functools.partial(_sleep, 600.0), tmp_path)
     assert process.wait(0.1) is None
     process.stop()
@@ -256,11 +254,7 @@ def test_command_prints_the_address_and_ends_with_ctrl_c(run: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_refused(
-    arguments: tuple[str, ...],
-    word: str,
-    run: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], word: str, run: Path, tmp_path, capsys
 ) -> None:
     report = next((run / "reports").iterdir()).name
     filled = [x.format(run=run, empty=tmp_path, report=report) for x in arguments]

@@ -27,7 +27,7 @@ TINY = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory) -> Path:
     """Return a folder of four runs: two learning rates, two seeds."""
     folder = tmp_path_factory.mktemp("runs")
     for lr in (1e-3, 1e-4):

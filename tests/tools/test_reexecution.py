@@ -38,7 +38,7 @@ TINY: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory) -> Path:
     """Return a run of 5 updates with the checkpoints 2, 4 and 5."""
     folder = tmp_path_factory.mktemp("reexecution") / "run"
     return ep.train("cartpole", run_dir=folder, **TINY).run_dir

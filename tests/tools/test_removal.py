@@ -20,7 +20,7 @@ sys.meta_path[:] = [x for x in sys.meta_path if getattr(x, "__name__", "") not i
 
 
 @pytest.mark.slow
-def test_trainer_works_without_tools(tmp_path: Path) -> None:
+def test_trainer_works_without_tools(tmp_path) -> None:
     for name in ("embodied_ppo", "configs", "envs"):
         ignored = shutil.ignore_patterns("tools", "__pycache__", "*.stl", "*.obj")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)

@@ -28,7 +28,7 @@ SHELL = "v 0 0 0\nv .1 0 0\nv 0 .1 0\nv 0 0 .1\nf 1 3 2\nf 1 2 4\nf 1 4 3\nf 2 3
 
 
 @pytest.fixture(autouse=True)
-def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def working_directory(tmp_path, monkeypatch) -> Path:
     """Change to an empty folder beside ``robots``; restore sys.modules afterwards."""
     robots = tmp_path / "robots"
     (robots / "meshes").mkdir(parents=True)
@@ -51,7 +51,7 @@ def run(command: str) -> str:
 
 
 @pytest.mark.slow
-def test_printed_commands_succeed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_commands_succeed(capsys) -> None:
     command = ["new-task", "my_robot", "--mjcf", "../robots/balance.xml", "--out", "a folder"]
     assert main.main(command) == 0
     out = capsys.readouterr().out
@@ -69,7 +69,7 @@ def test_printed_commands_succeed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_walker_with_meshes_passes_its_generated_test(capsys: pytest.CaptureFixture[str]) -> None:
+def test_walker_with_meshes_passes_its_generated_test(capsys) -> None:
     assert main.main(["new-task", "--json", "my_walker", "--mjcf", "../robots/walker.xml"]) == 0
     summary = json.loads(capsys.readouterr().out)
     files = ["my_walker.py", "configs/experiment/my_walker.yaml", "test_my_walker.py"]
@@ -316,9 +316,7 @@ def test_invalid_models_are_refused(file: str, text: str, message: str) -> None:
     assert {str(p) for p in Path().iterdir()} == {file}, "nothing is written"
 
 
-def test_robot_that_diverges_at_home_is_named_with_its_joint(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_robot_that_diverges_at_home_is_named_with_its_joint(capfd) -> None:
     """A servo of 1e6 N m/rad at a timestep of 20 ms; one whose damping is too large for the arm."""
     servo = '<actuator><position joint="j" kp="1e6"/></actuator>'
     option = '<option timestep=".02"/>'
@@ -336,7 +334,7 @@ def test_robot_that_diverges_at_home_is_named_with_its_joint(
     assert "WARNING" not in capfd.readouterr().err and not Path("MUJOCO_LOG.TXT").exists()
 
 
-def test_urdf_becomes_a_model_with_servos(capsys: pytest.CaptureFixture[str]) -> None:
+def test_urdf_becomes_a_model_with_servos(capsys) -> None:
     Path("robot.urdf").write_text(URDF)
     command = ["new-task", "my_arm", "--urdf", "robot.urdf"]
     assert main.main(command) == 0
@@ -365,7 +363,7 @@ def test_urdf_becomes_a_model_with_servos(capsys: pytest.CaptureFixture[str]) ->
     env.close()
 
 
-def test_gains_are_those_of_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gains_are_those_of_the_options(capsys) -> None:
     """In a file the last matching line counts."""
     Path("robot.xml").write_text(FINGER)
     Path("gains.yaml").write_text("'*': [20, 1]\nupper: [30, 2]\n")
@@ -434,7 +432,7 @@ def test_invalid_names_are_refused(name: str, message: str) -> None:
         task_generator.write(name, Path("../robots/balance.xml"))
 
 
-def test_existing_files_are_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_files_are_not_overwritten(capsys) -> None:
     command = ["new-task", "my_robot", "--mjcf", "../robots/balance.xml"]
     assert main.main(command) == 0
     Path("my_robot/my_robot.py").write_text("edited")

@@ -16,7 +16,7 @@ from tests.tools.test_reexecution import TINY, files, rows
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_dir(tmp_path_factory) -> Path:
     """Return a run of 3 updates with the checkpoints 2 and 3."""
     folder = tmp_path_factory.mktemp("replay") / "run"
     return ep.train("cartpole", run_dir=folder, **{**TINY, "updates": 3}).run_dir

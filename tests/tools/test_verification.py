@@ -27,7 +27,7 @@ EXP_AVG = ("learner", "optimizer", "state", 0, "exp_avg")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     """Return a run of 10 updates with 5 checkpoints."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     ep.train("cartpole", seed=3, run_dir=run_dir, **TINY)
@@ -35,7 +35,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copy(trained: Path, tmp_path: Path) -> Path:
+def copy(trained: Path, tmp_path) -> Path:
     """Return a copy of the run, which a test changes."""
     shutil.copytree(trained, tmp_path / "moved", symlinks=True)
     return tmp_path / "moved"

@@ -104,7 +104,7 @@ def get_json(server: watch_server.WatchServer, path: str, query: Any = ()) -> An
 
 
 # --------------------------------------------------------------------------------- reading of runs
-def test_growing_file_is_read_once(tmp_path: Path) -> None:
+def test_growing_file_is_read_once(tmp_path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"update": 1}\n{"update": 2}\n{"upd')
     first = watch_server.read_rows(file, 0, "")
@@ -119,7 +119,7 @@ def test_growing_file_is_read_once(tmp_path: Path) -> None:
     assert (third["next"], third["mark"]) == (second["next"], second["mark"])
 
 
-def test_invalid_lines_and_numbers(tmp_path: Path) -> None:
+def test_invalid_lines_and_numbers(tmp_path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(
         b'{"a": NaN, "b": -Infinity, "c": 1e999, "d": null, "e": "x", "f":'
@@ -134,7 +134,7 @@ def test_invalid_lines_and_numbers(tmp_path: Path) -> None:
     assert block["rows"] == [{"a": None}] and block["broken"] == 1
 
 
-def test_large_files_and_links_are_not_read(tmp_path: Path) -> None:
+def test_large_files_and_links_are_not_read(tmp_path) -> None:
     make_run(tmp_path / "a").close()
     file = tmp_path / "a" / "summary.json"
     file.touch()
@@ -148,7 +148,7 @@ def test_large_files_and_links_are_not_read(tmp_path: Path) -> None:
     assert "is a link, which is not followed" in status["note"] and "secret" not in str(status)
 
 
-def test_runs_in_folders_are_found(tmp_path: Path) -> None:
+def test_runs_in_folders_are_found(tmp_path) -> None:
     for name in ("a/1", "a/2", "b", "x/x/x/4", "x/x/x/x/5", ".trash/6", "a/1/reports/step_1"):
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "metrics.jsonl").touch()
@@ -160,7 +160,7 @@ def test_runs_in_folders_are_found(tmp_path: Path) -> None:
     assert watch_server.labels([one]) == {one: "a/1"}
 
 
-def test_states_of_a_run(tmp_path: Path) -> None:
+def test_states_of_a_run(tmp_path) -> None:
     run = tmp_path / "run"
     log = make_run(run)
     status = watch_server.status(run)
@@ -194,7 +194,7 @@ def test_states_of_a_run(tmp_path: Path) -> None:
     log.close()
 
 
-def test_differences_of_options(tmp_path: Path) -> None:
+def test_differences_of_options(tmp_path) -> None:
     env = {"id": "X", "kwargs": {}}
     make_run(tmp_path / "a", env=env, algorithm={"lr": 0.1, "gamma": 0.9}).close()
     make_run(tmp_path / "b", env=env, algorithm={"lr": 0.2, "gamma": 0.9, "n": None}).close()
@@ -222,7 +222,7 @@ def branch(folder: Path, parent: Path, update: int, options: dict[str, Any] | No
     return log
 
 
-def test_branches_are_linked_with_their_runs(tmp_path: Path) -> None:
+def test_branches_are_linked_with_their_runs(tmp_path) -> None:
     make_run(tmp_path / "a").close()
     branch(tmp_path / "b", tmp_path / "a", 20, {"algorithm.lr": [1e-3, None]}).close()
     branch(tmp_path / "c", tmp_path / "gone", 3).close()
@@ -238,7 +238,7 @@ def test_branches_are_linked_with_their_runs(tmp_path: Path) -> None:
     }
 
 
-def test_server_lists_new_runs(tmp_path: Path, serve: Any) -> None:
+def test_server_lists_new_runs(tmp_path, serve: Any) -> None:
     make_run(tmp_path / "a", kl=2.0).close()
     server = serve(tmp_path)
     (run,) = get_json(server, "/runs")["runs"]
@@ -253,7 +253,7 @@ def test_server_lists_new_runs(tmp_path: Path, serve: Any) -> None:
     assert differences == [{"option": "seed", "values": ["0", "1"]}]
 
 
-def test_requests_for_other_hosts_are_refused(tmp_path: Path, serve: Any) -> None:
+def test_requests_for_other_hosts_are_refused(tmp_path, serve: Any) -> None:
     make_run(tmp_path / "a").close()
     server = serve(tmp_path)
     port = server.server_address[1]
@@ -268,7 +268,7 @@ def test_requests_for_other_hosts_are_refused(tmp_path: Path, serve: Any) -> Non
         assert get(server, "/runs", Host=host)[0] == 200
 
 
-def test_only_videos_and_reports_of_a_run_are_sent(tmp_path: Path, serve: Any) -> None:
+def test_only_videos_and_reports_of_a_run_are_sent(tmp_path, serve: Any) -> None:
     make_run(tmp_path / "runs" / "a").close()
     run = tmp_path / "runs" / "a"
     report = run / "reports" / "step_000001" / "report.html"
@@ -308,7 +308,7 @@ FILES = ("parent.json", "summary.json", "config.yaml", "metrics.jsonl", "log.txt
 
 @pytest.mark.parametrize("name", FILES)
 def test_hostile_files_of_one_run_do_not_hide_others(
-    tmp_path: Path, serve: Any, name: str, capfd: pytest.CaptureFixture[str]
+    tmp_path, serve: Any, name: str, capfd
 ) -> None:
     make_run(tmp_path / "a", seed=1).close()
     make_run(tmp_path / "b", seed=2).close()
@@ -331,9 +331,7 @@ def test_hostile_files_of_one_run_do_not_hide_others(
 
 
 # ------------------------------------------------------------------------------------------ command
-def test_invalid_arguments_are_refused(
-    tmp_path: Path, serve: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_arguments_are_refused(tmp_path, serve: Any, capsys) -> None:
     make_run(tmp_path / "a").close()
     port = serve(tmp_path).server_address[1]
     (tmp_path / "none").mkdir()
@@ -370,7 +368,7 @@ def start_command(folder: Path, *flags: str) -> tuple[subprocess.Popen[str], str
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
-def test_ctrl_c_ends_the_command(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_ctrl_c_ends_the_command(tmp_path, flags: tuple[str, ...]) -> None:
     make_run(tmp_path / "runs" / "a").close()
     process, line = start_command(tmp_path, *flags)
     address = urlsplit(line)
@@ -388,7 +386,7 @@ def test_ctrl_c_ends_the_command(tmp_path: Path, flags: tuple[str, ...]) -> None
 
 # ------------------------------------------------------------------------------------------ browser
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def browser(tmp_path_factory) -> Iterator[Browser]:
     opened = Browser(tmp_path_factory.mktemp("browser"))
     yield opened
     opened.close()
@@ -424,7 +422,7 @@ def wait_for_points(page: Browser, tag: str, points: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
-def test_page_follows_runs(tmp_path: Path, serve: Any, page: Browser) -> None:
+def test_page_follows_runs(tmp_path, serve: Any, page: Browser) -> None:
     good, bad = make_run(tmp_path / "good", seed=3), make_run(tmp_path / "bad", seed=4)
     server = serve(tmp_path)
     page.open(server.address)
@@ -472,7 +470,7 @@ def test_page_follows_runs(tmp_path: Path, serve: Any, page: Browser) -> None:
 
 
 @pytest.mark.slow
-def test_video_and_report(tmp_path: Path, serve: Any, page: Browser) -> None:
+def test_video_and_report(tmp_path, serve: Any, page: Browser) -> None:
     run = tmp_path / "run"
     make_run(run).close()
     make_video(run / "videos" / "step_000020.mp4")
@@ -498,7 +496,7 @@ def test_video_and_report(tmp_path: Path, serve: Any, page: Browser) -> None:
     assert any(text in problem for problem in page.problems for text in messages)
 
 
-def test_names_from_files_are_shown_as_text(tmp_path: Path, serve: Any, page: Browser) -> None:
+def test_names_from_files_are_shown_as_text(tmp_path, serve: Any, page: Browser) -> None:
     evil = "<img src=x onerror=document.title='owned'>"
     for name in ("a", f"b {evil.replace('/', '')}"):
         run = tmp_path / name

@@ -32,14 +32,14 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     runs.train(loader.load(Config, {**OPTIONS, "run_dir": str(run_dir)}), quiet=True)
     return run_dir
 
 
 @pytest.fixture
-def run_dir(trained: Path, tmp_path: Path) -> Path:
+def run_dir(trained: Path, tmp_path) -> Path:
     """Return a copy of the run, which the test may damage."""
     shutil.copytree(trained, tmp_path / "run", symlinks=True)
     return tmp_path / "run"
@@ -156,11 +156,7 @@ def files(folder: Path) -> dict[Path, int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_checkpoint_is_refused_in_one_line(
-    run_dir: Path,
-    tmp_path: Path,
-    damage: str,
-    capfd: pytest.CaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    run_dir: Path, tmp_path, damage: str, capfd, monkeypatch
 ) -> None:
     act, pattern = DAMAGE[damage]
     target = act(run_dir)
@@ -186,7 +182,7 @@ def test_refusal_names_the_newest_intact_checkpoint(run_dir: Path, name: str) ->
         checkpoint.open_checkpoint(run_dir / name)
 
 
-def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:
+def test_latest_best_and_pruning(trained: Path, tmp_path) -> None:
     folder = tmp_path / "checkpoints"
     scores = ((0, math.nan), (1, 5.0), (2, 9.0), (3, 7.0), (4, None), (5, -1.0))
     for update, score in scores:
@@ -202,7 +198,7 @@ def test_latest_best_and_pruning(trained: Path, tmp_path: Path) -> None:
     assert checkpoint.open_checkpoint(folder / "best").manifest["score"] == 9.0
 
 
-def test_copies_are_ignored_and_updates_sort_numerically(run_dir: Path, tmp_path: Path) -> None:
+def test_copies_are_ignored_and_updates_sort_numerically(run_dir: Path, tmp_path) -> None:
     def save(update: int) -> Path:
         return checkpoint.save(
             folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2
@@ -230,7 +226,7 @@ def test_copies_are_ignored_and_updates_sort_numerically(run_dir: Path, tmp_path
     assert checkpoint.find(run_dir).name == "step_000002"
 
 
-def test_repair_points_links_to_valid_checkpoints(tmp_path: Path) -> None:
+def test_repair_points_links_to_valid_checkpoints(tmp_path) -> None:
     folder = tmp_path / "checkpoints"
     for update, score in ((1, 5.0), (2, 7.0), (3, 9.0)):
         path = checkpoint.save(
@@ -247,7 +243,7 @@ def test_repair_points_links_to_valid_checkpoints(tmp_path: Path) -> None:
     assert os.readlink(folder / "best") == "step_000002"
 
 
-def test_partially_written_directory_is_no_checkpoint(trained: Path, tmp_path: Path) -> None:
+def test_partially_written_directory_is_no_checkpoint(trained: Path, tmp_path) -> None:
     shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints", symlinks=True)
     shutil.copytree(
         tmp_path / "checkpoints/step_000002", tmp_path / "checkpoints/.writing-000003-1"
@@ -267,9 +263,7 @@ def test_partially_written_directory_is_no_checkpoint(trained: Path, tmp_path: P
     )
 
 
-def test_directory_is_renamed_before_deletion(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directory_is_renamed_before_deletion(tmp_path, monkeypatch) -> None:
     def save(update: int) -> None:
         checkpoint.save(
             tmp_path, update=update, policy={}, training={}, config_text="", info={}, keep_last=1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import run_helpers
 
@@ -28,7 +26,7 @@ SMALL = run_helpers.options("""env.id=CartPole-v1 env.num_envs=8 algorithm.horiz
 
 
 @pytest.mark.slow
-def test_warning_is_in_log_and_tensorboard(tmp_path: Path) -> None:
+def test_warning_is_in_log_and_tensorboard(tmp_path) -> None:
     """A learning rate 100 times too large: the KL diverges and the entropy collapses."""
     runs.train(
         run_helpers.tiny_config({**SMALL, "run_dir": str(tmp_path / "run"), "algorithm.lr": 0.1})

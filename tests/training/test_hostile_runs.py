@@ -23,7 +23,7 @@ SAVED = (*TINY, "updates=4", "save_every=1", "keep_last=10")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory) -> Path:
     """Return a run with the checkpoints 1 to 4, which must not be changed."""
     run = tmp_path_factory.mktemp("hostile") / "run"
     assert main.main(["train", *SAVED, f"run_dir={run}"]) == 0
@@ -31,7 +31,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
+def run(trained: Path, tmp_path) -> Path:
     """Return a copy of the run."""
     shutil.copytree(trained, tmp_path / "run", symlinks=True)
     return tmp_path / "run"
@@ -83,9 +83,7 @@ READ = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READ)
-def test_hostile_files_get_one_line(
-    run: Path, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_hostile_files_get_one_line(run: Path, tmp_path, name: str, capsys) -> None:
     intact = tmp_path / "intact"
     run.rename(intact)
     for kind in WRITERS:
@@ -107,9 +105,7 @@ def test_hostile_files_get_one_line(
 
 
 # ------------------------------------------------------------------------------ foreign checkpoints
-def test_copies_under_other_numbers_are_skipped_and_kept(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_under_other_numbers_are_skipped_and_kept(run: Path, capsys) -> None:
     folder = run / "checkpoints"
     shutil.copytree(folder / "step_000003", folder / "step_000009")
     copied = contents(folder / "step_000009")
@@ -138,7 +134,7 @@ def test_temporary_files_of_killed_processes_are_removed(run: Path) -> None:
 
 # ------------------------------------------------------------------------------------- directory
 @pytest.mark.slow
-def test_run_directory_that_is_removed_ends_the_run(tmp_path: Path) -> None:
+def test_run_directory_that_is_removed_ends_the_run(tmp_path) -> None:
     command = [sys.executable, "-m", "embodied_ppo.commands.main", "train", *TINY, "save_every=0"]
     run = tmp_path / "run"
     process = subprocess.Popen(

@@ -47,7 +47,7 @@ def assert_equal_runs(one: Path, other: Path, update: int) -> None:
     assert not list(state_differences(state(one, update), state(other, update)))
 
 
-def test_equals_the_same_order_in_one_thread(tmp_path: Path) -> None:
+def test_equals_the_same_order_in_one_thread(tmp_path) -> None:
     c = config(tmp_path / "run")
     runs.train(c, quiet=True)
     expected = tiny_training(replace(c, pipeline=False), max_lag=1)
@@ -64,7 +64,7 @@ def test_equals_the_same_order_in_one_thread(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_resume_is_exact(tmp_path: Path) -> None:
+def test_resume_is_exact(tmp_path) -> None:
     runs.train(config(tmp_path / "whole", save_every=3, keep_last=9), quiet=True)
     runs.train(config(tmp_path / "parts"), quiet=True, stop_after=3)
     assert list(state(tmp_path / "parts", 3)[1]["pending"]) == [3]
@@ -73,7 +73,7 @@ def test_resume_is_exact(tmp_path: Path) -> None:
     assert_equal_runs(tmp_path / "whole", tmp_path / "parts", 6)
 
 
-def test_run_without_pipeline_continues_one_with(tmp_path: Path) -> None:
+def test_run_without_pipeline_continues_one_with(tmp_path) -> None:
     runs.train(config(tmp_path / "run"), quiet=True, stop_after=3)
     c = config(tmp_path / "run", resume=str(tmp_path / "run"), pipeline=False)
     runs.train(c, quiet=True)
@@ -82,7 +82,7 @@ def test_run_without_pipeline_continues_one_with(tmp_path: Path) -> None:
     assert "rollout 4 is not trained on, because pipeline=false" in log
 
 
-def test_stages_of_one_process_equal_a_single_one(tmp_path: Path) -> None:
+def test_stages_of_one_process_equal_a_single_one(tmp_path) -> None:
     """The noise of an environment does not depend on the stages, and EnvPool steps both at once."""
     for stages in (1, 2):
         c = config(tmp_path / f"{stages}", updates=2, pipeline=False)
@@ -93,7 +93,7 @@ def test_stages_of_one_process_equal_a_single_one(tmp_path: Path) -> None:
     assert "no overlap" not in (tmp_path / "2" / "log.txt").read_text()
 
 
-def test_failed_rollout_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_rollout_ends_the_run(tmp_path, monkeypatch) -> None:
     collect = Rollout.collect
 
     def failing(self: Rollout, horizon: int, *, update: int, version: int) -> Any:
@@ -106,7 +106,7 @@ def test_failed_rollout_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
         runs.train(config(tmp_path / "run"), quiet=True)
 
 
-def test_rollout_in_progress_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rollout_in_progress_is_stopped(monkeypatch) -> None:
     """After a second signal, a command ends without the remainder of a long rollout."""
     rollout, started = tiny_rollout(tiny_config(TINY)), threading.Event()
     act = Acting.__call__

@@ -93,9 +93,7 @@ def untimed(run_dir: Path) -> list[dict[str, Any]]:
 # --------------------------------------------------------------------------------------------- runs
 @pytest.mark.slow
 @pytest.mark.parametrize("fails_at", ["", "rows"])
-def test_training_does_not_depend_on_its_trackers(
-    fails_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_does_not_depend_on_its_trackers(fails_at: str, tmp_path, monkeypatch) -> None:
     recorder = Recorder(fails_at)
     install(monkeypatch, recorder)
     plain, tracked = tmp_path / "plain", tmp_path / "tracked"
@@ -130,9 +128,7 @@ def test_training_does_not_depend_on_its_trackers(
     assert recorder.run is not None and recorder.run.options["algorithm.horizon"] == 4
 
 
-def test_resumed_run_passes_its_identity_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_passes_its_identity_on(tmp_path, monkeypatch) -> None:
     first, second, branch = Recorder(), Recorder(), Recorder()
     install(monkeypatch, first, second, branch)
     train(tmp_path / "run", trackers=["wandb"])
@@ -147,7 +143,7 @@ def test_resumed_run_passes_its_identity_on(
     assert branch.run is not None and branch.run.id is None
 
 
-def test_failed_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_run_is_reported(tmp_path, monkeypatch) -> None:
     recorder = Recorder()
     install(monkeypatch, recorder)
 
@@ -161,7 +157,7 @@ def test_failed_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 # ----------------------------------------------------------------------------------------- a worker
-def test_calls_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_arrive_in_order(tmp_path, monkeypatch) -> None:
     recorder, lines = Recorder(), list[str]()
     install(monkeypatch, recorder)
     tools = started(tmp_path, lines.append)
@@ -177,9 +173,7 @@ def test_calls_arrive_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("starts", [False, True])
-def test_tool_that_does_not_answer(
-    starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tool_that_does_not_answer(starts: bool, tmp_path, monkeypatch) -> None:
     released = threading.Event()
 
     class Slow(Recorder):
@@ -208,7 +202,7 @@ def test_tool_that_does_not_answer(
     released.set()
 
 
-def test_without_trackers_nothing_is_written(tmp_path: Path) -> None:
+def test_without_trackers_nothing_is_written(tmp_path) -> None:
     tools = trackers.start(run_helpers.tiny_config(), tmp_path, {}, print, resumed=False)
     tools.metrics({"policy/loss": 1.0}, steps=1)
     tools.close("finished")
@@ -217,9 +211,7 @@ def test_without_trackers_nothing_is_written(tmp_path: Path) -> None:
 
 # ----------------------------------------------------------------------------------- before the run
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_missing_package_is_refused_before_torch_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_package_is_refused_before_torch_is_loaded(tmp_path, monkeypatch, capsys) -> None:
     """The folder wandb/ of offline runs is not the package."""
     (tmp_path / "wandb").mkdir()
     monkeypatch.chdir(tmp_path)

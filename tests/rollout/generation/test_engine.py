@@ -121,7 +121,7 @@ RULES = [
 
 
 @pytest.fixture(params=[(8, 128, 8), (3, 8, 2)], ids=str)
-def buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def buckets(request, monkeypatch) -> None:
     """Set (steps of a round, multiple of keys, slots of the smallest bucket)."""
     names = ("ROUND_STEPS", "KEY_MULTIPLE", "MIN_SLOTS")
     for name, value in zip(names, request.param, strict=True):

@@ -126,12 +126,12 @@ judge = Judge()
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(tmp_path) -> str:
     (tmp_path / "rewards.py").write_text(GRADER_FILE)
     return f"{tmp_path}/rewards.py"
 
 
-def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graders_of_files(file: str, monkeypatch) -> None:
     sample: dict[str, Any] = {"data_source": "", "ground_truth": "2", "extra_info": {}}
     for spec in (file, f"{file}:compute_score"):
         assert as_grade(graders.resolve(spec)(solution_str="2", **sample)).score == 2
@@ -152,7 +152,7 @@ def test_graders_of_files(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_missing_and_broken_graders_are_refused(
-    file: str, tmp_path: Path, spec: str, message: str
+    file: str, tmp_path, spec: str, message: str
 ) -> None:
     (tmp_path / "bad.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match=message):

@@ -86,7 +86,7 @@ def texts(count: int, seed: int = 0) -> list[str]:
 
 # ------------------------------------------------------------------------------------------- models
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_a_loaded_model_gives_the_same_scores(kind: str, tmp_path: Path) -> None:
+def test_a_loaded_model_gives_the_same_scores(kind: str, tmp_path) -> None:
     model = random_model(kind)
     before = scores(RewardModel(model, characters()), texts(9))
     loaded, tokenizer = load(save(model, tmp_path))
@@ -130,7 +130,7 @@ def _no_tokenizer(path: Path) -> None:
     ],
 )
 def test_invalid_directories_are_refused(
-    make: Callable[[Path], None], reason: str, tmp_path: Path
+    make: Callable[[Path], None], reason: str, tmp_path
 ) -> None:
     make(tmp_path)
     with pytest.raises(ConfigError, match=rf"reward\.model\.path={tmp_path}.*{reason}"):
@@ -138,7 +138,7 @@ def test_invalid_directories_are_refused(
 
 
 # ------------------------------------------------------------------------------------------- scores
-def test_scores_do_not_depend_on_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_do_not_depend_on_batches(monkeypatch) -> None:
     model, responses = random_model(), texts(30)
     expected = pytest.approx(scores(RewardModel(model, characters()), responses), abs=1e-5)
     for limit in (1, 100, 333):
@@ -170,7 +170,7 @@ def chat_prompt(text: str, prefix: str = "") -> Prompt:
     return Prompt((), f"(k:{text})(l:", "", "test", {}, 0, messages, prefix, True)
 
 
-def test_a_conversation_is_written_by_the_template_of_the_reward_model(tmp_path: Path) -> None:
+def test_a_conversation_is_written_by_the_template_of_the_reward_model(tmp_path) -> None:
     """As its publisher computes it: apply_chat_template, then the model."""
     model = random_model(vocab_size=len(WORDS) + 1)
     model, tokenizer = load(save(model, tmp_path, with_bos(CHAT)))

@@ -54,7 +54,7 @@ def fails(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Callable[..., GraderPool]]:
+def pool(tmp_path) -> Iterator[Callable[..., GraderPool]]:
     """Return a function that makes a pool of a function above, or of another specification."""
     file, pools = tmp_path / "functions.py", list[GraderPool]()
     file.write_text(FUNCTIONS)
@@ -173,7 +173,7 @@ class Server(BaseHTTPRequestHandler):
         pass
 
 
-def test_the_judge_of_the_examples(pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_judge_of_the_examples(pool: Any, monkeypatch) -> None:
     Server.requests.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
     thread = threading.Thread(target=server.serve_forever)

@@ -78,7 +78,7 @@ async def asynchronous(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> str:
+def file(tmp_path) -> str:
     (tmp_path / "rewards.py").write_text(GRADER_FILE)
     return f"{tmp_path}/rewards.py"
 
@@ -141,7 +141,7 @@ def test_crashes_and_hangs_cost_one_sample_each(pool: GraderPool) -> None:
 
 
 @pytest.mark.slow
-def test_children_of_a_grader_end_with_it(pool: GraderPool, tmp_path: Path) -> None:
+def test_children_of_a_grader_end_with_it(pool: GraderPool, tmp_path) -> None:
     assert pool.grade([sample("child", file=str(tmp_path / "pid"))])[0].failed
     child = int((tmp_path / "pid").read_text())
     assert run_helpers.processes_ended(child)

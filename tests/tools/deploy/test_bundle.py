@@ -53,7 +53,7 @@ def train(run_dir: Path, options: dict[str, Any]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cheetah(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def cheetah(tmp_path_factory) -> Path:
     """A folder with the run ``run`` and its bundle ``out``."""
     folder = tmp_path_factory.mktemp("cheetah")
     train(folder / "run", CHEETAH)
@@ -138,7 +138,7 @@ def check_returns(policy: Policy, run: Path, out: Path, rtol: float) -> None:
 
 
 def test_evaluation_through_the_bundle_gives_the_reports_return(
-    cheetah: Path, policy: Policy, tmp_path: Path
+    cheetah: Path, policy: Policy, tmp_path
 ) -> None:
     check_returns(policy, cheetah / "run", tmp_path, 1e-4)
 
@@ -168,7 +168,7 @@ def test_run_policy_needs_neither_torch_nor_the_package(cheetah: Path) -> None:
         ),
     ],
 )
-def test_choices_chunks_and_groups(options: dict[str, Any], tmp_path: Path) -> None:
+def test_choices_chunks_and_groups(options: dict[str, Any], tmp_path) -> None:
     common = {"evaluation.episodes": 1, "evaluation.video_episodes": 0, "updates": 1}
     train(tmp_path / "run", {**common, "compile": "never", **options})
     policy_export.export(str(tmp_path / "run"), str(tmp_path / "out"))
@@ -217,7 +217,7 @@ def spoil_weight(actor: ActorCritic) -> None:
     ],
 )
 def test_replay_names_faults_of_the_network(
-    change: Callable[[ActorCritic], None], messages: list[str], cheetah: Path, tmp_path: Path
+    change: Callable[[ActorCritic], None], messages: list[str], cheetah: Path, tmp_path
 ) -> None:
     out = damaged(cheetah, tmp_path / "out", change)
     with pytest.raises(BundleError) as error:
@@ -323,7 +323,7 @@ def test_wrong_observations_are_refused(observation: Any, message: str, policy: 
     [(("format",), 3, "format 3"), (("outputs", 0, "name"), "action", "")],
 )
 def test_bundles_that_cannot_be_read_are_refused(
-    path: tuple[Any, ...], value: Any, message: str, cheetah: Path, tmp_path: Path
+    path: tuple[Any, ...], value: Any, message: str, cheetah: Path, tmp_path
 ) -> None:
     shutil.copytree(cheetah / "out", tmp_path / "out")
     file = tmp_path / "out" / "policy.json"
@@ -342,7 +342,7 @@ def test_bundles_that_cannot_be_read_are_refused(
 
 # -------------------------------------------------------------------------------------- with memory
 @pytest.fixture(scope="module")
-def remembering(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def remembering(tmp_path_factory) -> Path:
     """A folder with a run and the bundle of a policy with a history and a recurrent critic."""
     folder = tmp_path_factory.mktemp("memory")
     options = {
@@ -376,7 +376,7 @@ def test_memory_is_an_input_and_an_output(remembering: Path) -> None:
 
 
 def test_evaluation_through_a_bundle_with_memory_gives_the_reports_return(
-    remembering: Path, tmp_path: Path
+    remembering: Path, tmp_path
 ) -> None:
     policy = Policy(remembering / "out")
     check_returns(policy, remembering / "run", tmp_path, 1e-3)
@@ -394,7 +394,7 @@ def test_single_episodes_of_a_bundle_with_memory_start_anew(remembering: Path) -
     assert np.abs(action[0] - action[1]).max() > 1e-4
 
 
-def test_network_with_an_operation_that_onnx_lacks_is_refused(tmp_path: Path) -> None:
+def test_network_with_an_operation_that_onnx_lacks_is_refused(tmp_path) -> None:
     file = tmp_path / "bessel.py"
     file.write_text(
         "import torch\n"

@@ -42,7 +42,7 @@ def ask(client: ClientConnection, data: bytes | str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def mlp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def mlp(tmp_path_factory) -> Path:
     return write_mlp(tmp_path_factory.mktemp("served") / "mlp")
 
 
@@ -102,7 +102,7 @@ def test_actions_are_those_of_the_policy_and_wrong_requests_get_one_line(
 
 
 @pytest.mark.slow
-def test_sentences_and_images_reach_a_vision_language_action_policy(tmp_path: Path) -> None:
+def test_sentences_and_images_reach_a_vision_language_action_policy(tmp_path) -> None:
     run = write_pi0(tmp_path / "pi0")
     served = policy_server.Served(load_policy(str(run)), {"observation/image": "front"})
     names = {"observation/image", "observation/state", "prompt"}
@@ -143,8 +143,6 @@ def test_sentences_and_images_reach_a_vision_language_action_policy(tmp_path: Pa
         ([".", "--map", "a=front", "--map", "b=front"], "each INPUT once"),
     ],
 )
-def test_wrong_arguments_are_refused(
-    arguments: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_refused(arguments: list[str], hint: str, capsys) -> None:
     assert main.main(["serve", *arguments]) == 2
     assert hint in capsys.readouterr().err

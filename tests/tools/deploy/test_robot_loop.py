@@ -60,7 +60,7 @@ DELAYS: dict[str, Any] = run_helpers.options(
 
 
 @pytest.fixture(scope="module", params=["Go1Joystick", "Stand"])
-def robot(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def robot(request, tmp_path_factory) -> Path:
     """A folder with the run ``run`` and its bundle ``out``."""
     folder, id = tmp_path_factory.mktemp("robot"), request.param
     if id == "Stand":
@@ -128,7 +128,7 @@ def test_bundle_describes_the_robot(policy: Policy) -> None:
 
 
 def test_mujoco_alone_gives_the_observations_and_actions_of_our_simulator(
-    robot: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+    robot: Path, policy: Policy, monkeypatch
 ) -> None:
     """Same reset, command and delay of each joint, no noise: 60 steps; float32 rounding grows."""
     _, simulation, observe = load(policy)
@@ -191,9 +191,7 @@ def test_command_line_in_mujoco_tracks_as_well_as_the_trainer(robot: Path, polic
     )
 
 
-def test_other_scenes_get_the_gains_and_are_refused_by_name(
-    policy: Policy, capsys: pytest.CaptureFixture
-) -> None:
+def test_other_scenes_get_the_gains_and_are_refused_by_name(policy: Policy, capsys) -> None:
     _, simulation, _ = load(policy)
     file, name = policy.folder / "scene" / "other.xml", policy.info["actuators"][0]["joint"]
     # Motors instead of servos, and another physics step.
@@ -223,7 +221,7 @@ def test_other_scenes_get_the_gains_and_are_refused_by_name(
             spec.actuators[0].target = "renamed"
 
 
-def test_a_scene_that_cannot_be_written_is_one_line(policy: Policy, tmp_path: Path) -> None:
+def test_a_scene_that_cannot_be_written_is_one_line(policy: Policy, tmp_path) -> None:
     class Task:
         def spec(self) -> mujoco.MjSpec:
             return mujoco.MjSpec.from_string("<nothing/>")
@@ -234,7 +232,7 @@ def test_a_scene_that_cannot_be_written_is_one_line(policy: Policy, tmp_path: Pa
     assert (tmp_path / "robot_loop.py").exists() and not (tmp_path / "scene").exists()
 
 
-def test_a_task_without_parts_gets_a_stub(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_task_without_parts_gets_a_stub(tmp_path, capsys) -> None:
     train(tmp_path / "run", {**CHEETAH, "updates": 1})
     policy_export.export(str(tmp_path / "run"), str(tmp_path / "out"))
     stub = (tmp_path / "out" / "observation.py").read_text()
@@ -266,7 +264,7 @@ def run_loop(policy: Policy, device: Any, **options: Any) -> Any:
 
 
 def test_log_of_the_loop_agrees_with_the_policy_and_faults_in_it_are_named(
-    policy: Policy, tmp_path: Path
+    policy: Policy, tmp_path
 ) -> None:
     _, simulation, _ = load(policy)
     if not all(actuator["kp"] for actuator in policy.info["actuators"]):
@@ -356,7 +354,7 @@ def faulty(simulation: Any, policy: Policy, fault: str) -> Any:
     ],
 )
 def test_every_fault_ends_in_the_safe_state_within_the_watchdog_time(
-    fault: str, reason: str, policy: Policy, tmp_path: Path
+    fault: str, reason: str, policy: Policy, tmp_path
 ) -> None:
     _, simulation, _ = load(policy)
     device = faulty(simulation, policy, fault)
@@ -373,7 +371,7 @@ def test_every_fault_ends_in_the_safe_state_within_the_watchdog_time(
     assert FAULT_S - 0.03 <= log["time_s"][-1] <= device.now() + 1e-6
 
 
-def test_single_lost_measurements_are_bridged(policy: Policy, tmp_path: Path) -> None:
+def test_single_lost_measurements_are_bridged(policy: Policy, tmp_path) -> None:
     _, simulation, _ = load(policy)
 
     class Lossy(simulation.MujocoRobot):
@@ -387,7 +385,7 @@ def test_single_lost_measurements_are_bridged(policy: Policy, tmp_path: Path) ->
 
 @pytest.mark.parametrize("pauses", [1, 3])
 def test_one_late_step_is_logged_and_three_in_a_row_stop(
-    pauses: int, policy: Policy, tmp_path: Path, capsys: pytest.CaptureFixture
+    pauses: int, policy: Policy, tmp_path, capsys
 ) -> None:
     _, simulation, _ = load(policy)
 
@@ -413,7 +411,7 @@ def test_one_late_step_is_logged_and_three_in_a_row_stop(
 
 @pytest.mark.parametrize("function", ["read", "write"])
 def test_a_robot_that_does_not_return_is_stopped_by_the_watchdog(
-    function: str, policy: Policy, tmp_path: Path
+    function: str, policy: Policy, tmp_path
 ) -> None:
     _, simulation, _ = load(policy)
     released, stopped = threading.Event(), threading.Event()
@@ -452,7 +450,7 @@ def test_a_robot_that_does_not_return_is_stopped_by_the_watchdog(
     assert np.all(device.data.ctrl[device.actuators] == 0)  # no target after the stop
 
 
-def test_signal_stops_a_robot_of_a_file(policy: Policy, tmp_path: Path) -> None:
+def test_signal_stops_a_robot_of_a_file(policy: Policy, tmp_path) -> None:
     """The command line runs the class MyRobot of a file; SIGTERM ends it with a log."""
     file, xml = tmp_path / "simulated.py", policy.folder / "scene" / "scene.xml"
     file.write_text(
@@ -475,9 +473,7 @@ def test_signal_stops_a_robot_of_a_file(policy: Policy, tmp_path: Path) -> None:
     assert str(np.load(tmp_path / "log")["reason"]) == "signal SIGTERM"
 
 
-def test_stub_and_wrong_options_are_refused(
-    policy: Policy, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_stub_and_wrong_options_are_refused(policy: Policy, tmp_path, capsys) -> None:
     common = ["--folder", str(policy.folder), "--loop"]
     robot = str(policy.folder / "my_robot.py")
     for options, message in (
@@ -493,7 +489,7 @@ def test_stub_and_wrong_options_are_refused(
 
 
 @pytest.mark.parametrize("name", ["run_policy.py", *robot_section.FILES])
-def test_files_of_the_bundle_are_python_3_8(name: str, tmp_path: Path) -> None:
+def test_files_of_the_bundle_are_python_3_8(name: str, tmp_path) -> None:
     file = Path(run_policy.__file__).parent / name
     module = ast.parse(file.read_text(), feature_version=(3, 8))
     classes = {x.name: x for x in module.body if isinstance(x, ast.ClassDef)}

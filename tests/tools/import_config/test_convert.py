@@ -35,7 +35,7 @@ FILL |= {"data.train": "[a.jsonl]", "data.eval": "[b.jsonl]"}
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_folder(tmp_path, monkeypatch) -> Path:
     """Every test runs in an empty folder of its own."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -55,7 +55,7 @@ def reasons_of(migration: migrate.Migration) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_documented_block_converts_without_loss(name: str, capsys: pytest.CaptureFixture[str]):
+def test_documented_block_converts_without_loss(name: str, capsys):
     peer, block = DOCUMENTED[name]["framework"], DOCUMENTED[name]["theirs"]
     migration = convert(peer, block)
     assert not migration.unknown and not migration.refused and migration.conflict is None
@@ -79,7 +79,7 @@ def test_documented_block_converts_without_loss(name: str, capsys: pytest.Captur
         assert rows[path]["value"] == value and rows[path]["source"].endswith("imported.yaml"), path
 
 
-def test_missing_required_options_are_reported(capsys: pytest.CaptureFixture[str]):
+def test_missing_required_options_are_reported(capsys):
     Path("configs/experiment").mkdir(parents=True)
     migration = convert("verl", VERL)
     assert set(migration.to_write) == {"data.train", "data.eval", "updates"}
@@ -109,9 +109,7 @@ def test_option_without_counterpart_has_a_reason(case: dict[str, Any]):
 
 
 @pytest.mark.parametrize("case", CASES["differences"])
-def test_differences_of_mapped_options_are_printed(
-    case: dict[str, Any], capsys: pytest.CaptureFixture[str]
-):
+def test_differences_of_mapped_options_are_printed(case: dict[str, Any], capsys):
     rows = convert(case["framework"], case["theirs"]).differences
     assert [row["theirs"] for row in rows] == ([case["option"]] if "option" in case else [])
     if rows:
@@ -146,7 +144,7 @@ CUDA_VISIBLE_DEVICES=0,1 python3 -m verl.trainer.main_ppo \
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
-def test_command_line_overrides_import_like_a_file(ending: str, capsys: pytest.CaptureFixture[str]):
+def test_command_line_overrides_import_like_a_file(ending: str, capsys):
     Path("run.sh").write_bytes(SCRIPT.replace("\n", ending).encode())
     migration = migrate.convert("verl", "run.sh")
     expected = {
@@ -200,7 +198,7 @@ ray job submit --runtime-env-json="${ENV}" -- python3 train.py \
 """
 
 
-def test_flags_of_a_launch_script(capsys: pytest.CaptureFixture[str]):
+def test_flags_of_a_launch_script(capsys):
     Path("run.sh").write_text(FLAGS)
     migration = migrate.convert("slime", "run.sh")
     expected = {
@@ -268,7 +266,7 @@ def test_references_inside_the_file_are_resolved():
 
 
 # ------------------------------------------------------------------------------------------ command
-def test_experiment_goes_to_stdout_and_table_to_stderr(capsys: pytest.CaptureFixture[str]):
+def test_experiment_goes_to_stdout_and_table_to_stderr(capsys):
     convert("roll", ROLL)
     assert main.main(["import-config", "roll", "source.yaml"]) == 0
     out, err = capsys.readouterr()
@@ -285,7 +283,7 @@ def test_experiment_goes_to_stdout_and_table_to_stderr(capsys: pytest.CaptureFix
     assert capsys.readouterr() == (out, "")
 
 
-def test_json_contains_all_rows(capsys: pytest.CaptureFixture[str]):
+def test_json_contains_all_rows(capsys):
     top_k = "actor_rollout_ref.rollout.top_k"
     convert("verl", VERL | {"my.own": 1, top_k: 50})
     assert main.main(["import-config", "verl", "source.yaml", "--json", "--out", "new.yaml"]) == 0
@@ -368,9 +366,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSALS)
-def test_refusals_are_one_line_and_write_nothing(
-    line: str, message: str, capsys: pytest.CaptureFixture[str]
-):
+def test_refusals_are_one_line_and_write_nothing(line: str, message: str, capsys):
     for name, text in FILES.items():
         Path(name).write_text(text)
     assert main.main(["import-config", *line.split()]) == 2

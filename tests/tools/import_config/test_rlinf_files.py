@@ -51,7 +51,7 @@ def converted(name: str, folder: Path) -> convert.Migration | str:
 
 
 @pytest.fixture(scope="module")
-def conversions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, convert.Migration | str]:
+def conversions(tmp_path_factory) -> dict[str, convert.Migration | str]:
     folder = tmp_path_factory.mktemp("rlinf")
     return {name: converted(name, folder) for name in FILES}
 
@@ -100,9 +100,7 @@ def test_most_valuable_files_have_rlinf_meaning(
 @pytest.mark.parametrize(
     "name", ["maniskill_sac_mlp", "libero_spatial_ppo_gr00t", "realworld_eval_dual_franka"]
 )
-def test_refused_file_is_one_line_and_writes_nothing(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refused_file_is_one_line_and_writes_nothing(name: str, tmp_path, capsys) -> None:
     (tmp_path / "x.yaml").write_text(json.dumps(run_helpers.nested(FILES[name])))
     out = tmp_path / "new" / "x.yaml"
     assert main.main(["import-config", "rlinf", str(tmp_path / "x.yaml"), "--out", str(out)]) == 2
@@ -114,10 +112,7 @@ def test_refused_file_is_one_line_and_writes_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READY)
 def test_ready_file_has_a_plan(
-    name: str,
-    conversions: dict[str, convert.Migration | str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, conversions: dict[str, convert.Migration | str], tmp_path, capsys
 ) -> None:
     result = conversions[name]
     assert isinstance(result, convert.Migration)
@@ -135,7 +130,7 @@ def test_ready_file_has_a_plan(
     assert re.search(rf"samples per update +{samples:,}\n", capsys.readouterr().out)
 
 
-def test_defaults_beside_the_file_are_followed(tmp_path: Path) -> None:
+def test_defaults_beside_the_file_are_followed(tmp_path) -> None:
     """A raw file of Hydra becomes the same as the composed one."""
     flat = FILES["libero_spatial_ppo_openpi"]
     members = {"env.train": "env/libero", "actor.model": "model/pi0"}

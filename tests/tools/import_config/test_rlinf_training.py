@@ -82,7 +82,7 @@ def train_tiny(options: dict[str, Any], folder: Path, name: str, **more: Any) ->
 
 
 @pytest.fixture(autouse=True)
-def tiny_libero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny_libero(tmp_path, monkeypatch) -> None:
     """Run in an empty folder, with the recorded interface of LIBERO."""
     fake_libero.install(tmp_path / "packages", monkeypatch)
     monkeypatch.chdir(tmp_path)
@@ -90,7 +90,7 @@ def tiny_libero(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READY if os.environ.get("RLINF_ALL") else REPRESENTATIVES)
-def test_file_trains_two_updates(name: str, tmp_path: Path) -> None:
+def test_file_trains_two_updates(name: str, tmp_path) -> None:
     Path("file.yaml").write_text(json.dumps(run_helpers.nested(FILES[name])))
     assert main.main(["import-config", "rlinf", "file.yaml", "--out", "experiment/x.yaml"]) == 0
     options = convert.convert("rlinf", "file.yaml").options
@@ -121,9 +121,7 @@ python -u -m verl.trainer.main_ppo \\
 
 
 @pytest.mark.slow
-def test_script_of_simplevla_becomes_an_experiment(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_of_simplevla_becomes_an_experiment(tmp_path, capsys) -> None:
     Path("run.sh").write_text(SIMPLEVLA.format(suite="libero_10"))
     assert main.main(["import-config", "verl", "run.sh", "--out", "experiment/x.yaml"]) == 0
     result = convert.convert("verl", "run.sh")

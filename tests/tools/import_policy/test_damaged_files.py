@@ -90,7 +90,7 @@ def arguments(name: str, folder: Path) -> tuple[str, Path, Path | None]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_damaged_file_is_refused(name: str, tmp_path: Path) -> None:
+def test_damaged_file_is_refused(name: str, tmp_path) -> None:
     """One line of at most 300 characters, hint first."""
     with pytest.raises(ConfigError) as error:
         libraries.read(*arguments(name, tmp_path), critic=True)
@@ -100,9 +100,7 @@ def test_damaged_file_is_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["pickle-memo-index", "cleanrl-bool", "normalizer-mean-4"])
-def test_command_refuses_and_writes_nothing(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_refuses_and_writes_nothing(name: str, tmp_path, capsys) -> None:
     library, file, normalizer = arguments(name, tmp_path)
     line = [library, str(file), "experiment=halfcheetah", f"run_dir={tmp_path / 'run'}"]
     line += [] if normalizer is None else [f"normalizer={normalizer}"]
@@ -113,7 +111,7 @@ def test_command_refuses_and_writes_nothing(
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("name", [*CASES, "sb3-normalizer"])
-def test_mutated_files_are_imported_or_refused(name: str, tmp_path: Path) -> None:
+def test_mutated_files_are_imported_or_refused(name: str, tmp_path) -> None:
     """Bytes that are replaced, removed, repeated or exchanged raise no other exception."""
     torch.manual_seed(5)
     library = name.partition("-")[0]
@@ -139,9 +137,7 @@ def test_mutated_files_are_imported_or_refused(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_floating_point_types_and_the_legacy_format(
-    kind: torch.dtype, tmp_path: Path
-) -> None:
+def test_other_floating_point_types_and_the_legacy_format(kind: torch.dtype, tmp_path) -> None:
     """Half precision is exact as float32; files before PyTorch 1.6 are no archives."""
     state = foreign.state(foreign.mlp(4), "actor") | foreign.state(foreign.mlp(1), "critic")
     state = {name: x.to(kind) for name, x in state.items()}
@@ -151,7 +147,7 @@ def test_other_floating_point_types_and_the_legacy_format(
         assert torch.equal(policy.actor[0].weight.to(kind), state["actor.0.weight"])
 
 
-def test_sizes_of_deviations(tmp_path: Path) -> None:
+def test_sizes_of_deviations(tmp_path) -> None:
     foreign.sb3(tmp_path / "x.zip", extra={"log_std": torch.zeros(ACTIONS - 1)})
     with pytest.raises(ConfigError, match="do not fit its standard deviations"):
         libraries.read("sb3", tmp_path / "x.zip", None, critic=True)

@@ -22,7 +22,7 @@ SMALL += ("evaluation.episodes=2", "evaluation.video_episodes=0")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(tmp_path_factory) -> Path:
     """Return the run of a policy in the layout of Stable-Baselines3 with VecNormalize."""
     folder = tmp_path_factory.mktemp("imported")
     torch.manual_seed(5)
@@ -56,7 +56,7 @@ def test_origin_and_notes_are_recorded(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_commands_accept_the_run(run: Path, tmp_path: Path, capsys) -> None:
+def test_commands_accept_the_run(run: Path, tmp_path, capsys) -> None:
     """Evaluate it, train on in its directory and in another one, compare both, export it."""
     before = run_command(capsys, "evaluate", f"checkpoint={run}", "episodes=4", "video=false")
     longer = tmp_path / "longer"
@@ -72,7 +72,7 @@ def test_commands_accept_the_run(run: Path, tmp_path: Path, capsys) -> None:
     assert bundle["action_difference"] < 1e-5
 
 
-def test_beta_distribution_must_be_named(tmp_path: Path, capsys) -> None:
+def test_beta_distribution_must_be_named(tmp_path, capsys) -> None:
     """A file of a Gaussian whose network returns the deviation has the same layout."""
     foreign.rsl_rl(tmp_path / "x.pt", beta=True)
     arguments = [str(tmp_path / "x.pt"), f"run_dir={tmp_path / 'run'}", *TASK, *SMALL, "--quiet"]
@@ -82,7 +82,7 @@ def test_beta_distribution_must_be_named(tmp_path: Path, capsys) -> None:
     assert ep.load(tmp_path / "run").config.model.distribution == "beta"
 
 
-def test_run_with_several_values_needs_a_new_critic(tmp_path: Path, capsys) -> None:
+def test_run_with_several_values_needs_a_new_critic(tmp_path, capsys) -> None:
     foreign.rsl_rl(tmp_path / "x.pt")
     arguments = [str(tmp_path / "x.pt"), f"run_dir={tmp_path / 'run'}", *TASK, *SMALL, "--quiet"]
     arguments += ["algorithm.reward_groups={run: {terms: [reward_run]}, cost: {}}"]
@@ -93,7 +93,7 @@ def test_run_with_several_values_needs_a_new_critic(tmp_path: Path, capsys) -> N
 
 
 @pytest.mark.slow
-def test_options_that_contradict_the_file_are_refused(run: Path, tmp_path: Path, capsys) -> None:
+def test_options_that_contradict_the_file_are_refused(run: Path, tmp_path, capsys) -> None:
     files = [str(run.parent / "model.zip"), f"normalizer={run.parent / 'vec.pkl'}"]
     for option, message in (
         ("model.hidden=[64]", "remove model.hidden = [64]: .* has [8, 5]"),
@@ -138,6 +138,6 @@ def test_initial_deviation_of_softplus() -> None:
     assert log_std.item() == pytest.approx(-1.0, abs=1e-5)
 
 
-def test_unknown_library(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_library(capsys) -> None:
     assert main.main(["import-policy", "ppo2", "x"]) == 2
     assert "import-policy ppo2: no such library" in capsys.readouterr().err

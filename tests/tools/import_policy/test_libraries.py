@@ -57,7 +57,7 @@ def actions(network: ActorCritic, obs: Tensor = RAW) -> Tensor:
 
 # ------------------------------------------------------------------------------------------ actions
 @pytest.mark.parametrize("kind", ["MultiDiscrete", "MultiBinary"])
-def test_sb3_with_several_choices(kind: str, tmp_path: Path) -> None:
+def test_sb3_with_several_choices(kind: str, tmp_path) -> None:
     """One choice of 4 and one of 2; or six elements, each with p(1) = sigmoid(l)."""
     space = {":type:": f"<class 'gymnasium.spaces.{kind}'>"}
     actor = foreign.sb3(tmp_path / "model.zip", choices=True, action_space=space)
@@ -99,7 +99,7 @@ def written(library: str, folder: Path) -> tuple[nn.Module, Path, Path | None]:
 
 
 @pytest.mark.parametrize("library", CASES)
-def test_actions_are_those_of_the_formula(library: str, tmp_path: Path) -> None:
+def test_actions_are_those_of_the_formula(library: str, tmp_path) -> None:
     actor, file, normalizer = written(library, tmp_path)
     policy = read(library, file, normalizer)
     expected = actor(CASES[library](RAW))
@@ -109,7 +109,7 @@ def test_actions_are_those_of_the_formula(library: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [1, 3])
-def test_older_layouts_of_rsl_rl(layout: int, tmp_path: Path) -> None:
+def test_older_layouts_of_rsl_rl(layout: int, tmp_path) -> None:
     actor = foreign.rsl_rl(tmp_path / "x.pt", layout)
     network = ours(read("rsl_rl", tmp_path / "x.pt"))
     assert (actions(network) - actor(CASES["rsl_rl"](RAW))).abs().max() < 1e-5
@@ -117,7 +117,7 @@ def test_older_layouts_of_rsl_rl(layout: int, tmp_path: Path) -> None:
     torch.testing.assert_close(network.log_std.exp(), torch.full((ACTIONS,), 0.7))
 
 
-def test_beta_distribution_of_rsl_rl(tmp_path: Path) -> None:
+def test_beta_distribution_of_rsl_rl(tmp_path) -> None:
     actor = foreign.rsl_rl(tmp_path / "x.pt", beta=True)
     network = ours(read("rsl_rl", tmp_path / "x.pt"))
     alpha, beta = (1 + nn.functional.softplus(actor(CASES["rsl_rl"](RAW)))).chunk(2, dim=-1)
@@ -125,7 +125,7 @@ def test_beta_distribution_of_rsl_rl(tmp_path: Path) -> None:
     assert network.log_std is None and actions(network).std() > 0.05
 
 
-def test_choices(tmp_path: Path) -> None:
+def test_choices(tmp_path) -> None:
     """ppo.py of CleanRL: no normaliser; the action is the most likely choice."""
     actor = foreign.cleanrl(tmp_path / "x", choices=4)
     policy = read("cleanrl", tmp_path / "x")
@@ -133,7 +133,7 @@ def test_choices(tmp_path: Path) -> None:
     assert (actions(network) == actor(RAW).argmax(-1)).all() and policy.normalizer is None
 
 
-def test_value_of_normalised_rewards(tmp_path: Path) -> None:
+def test_value_of_normalised_rewards(tmp_path) -> None:
     """Units: sb3 divides rewards by sqrt(9 + 1e-8) = 3.
 
     A training with normalised rewards has V / std, another one V.
@@ -148,7 +148,7 @@ def test_value_of_normalised_rewards(tmp_path: Path) -> None:
     torch.testing.assert_close(network.value(network.encode(RAW)), 3 * values)
 
 
-def test_units_of_values_without_normalised_rewards(tmp_path: Path) -> None:
+def test_units_of_values_without_normalised_rewards(tmp_path) -> None:
     """rsl_rl: values of the rewards; CleanRL: of rewards divided by an unknown deviation."""
     foreign.rsl_rl(tmp_path / "x.pt")
     assert read("rsl_rl", tmp_path / "x.pt").suggested_options()["algorithm.reward_norm"] is None
@@ -164,14 +164,14 @@ def test_units_of_values_without_normalised_rewards(tmp_path: Path) -> None:
     assert scale.std == pytest.approx(3) and scale.count == 5
 
 
-def test_new_value_function(tmp_path: Path) -> None:
+def test_new_value_function(tmp_path) -> None:
     """critic=new keeps the policy and its normaliser."""
     actor = foreign.rsl_rl(tmp_path / "x.pt")
     network = ours(read("rsl_rl", tmp_path / "x.pt", critic=False))
     assert (actions(network) - actor(CASES["rsl_rl"](RAW))).abs().max() < 1e-5
 
 
-def test_activation(tmp_path: Path) -> None:
+def test_activation(tmp_path) -> None:
     """It is read where the file has it; else the library's default, or the user must write it."""
     kwargs = {":type:": "<class 'dict'>", ":serialized:": "x"}
     name = "<class 'torch.nn.modules.activation.ELU'>"
@@ -192,7 +192,7 @@ def test_activation(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------- normaliser
-def test_normalisers_in_files_of_their_own(tmp_path: Path) -> None:
+def test_normalisers_in_files_of_their_own(tmp_path) -> None:
     """obs_rms of Gymnasium as a pickle of an object or a dictionary, and of numpy."""
     foreign.cleanrl(tmp_path / "x")
     values: dict[str, Any] = {"mean": MEAN, "var": VAR, "count": COUNT}
@@ -226,7 +226,7 @@ def refused(match: str, library: str, file: Path, *args: Any, **kwargs: Any) -> 
 
 
 @pytest.mark.parametrize("library", ["rsl_rl", "cleanrl"])
-def test_code_is_refused_and_not_executed(library: str, tmp_path: Path) -> None:
+def test_code_is_refused_and_not_executed(library: str, tmp_path) -> None:
     marker = Path("/tmp/embodied-ppo-was-here")
     marker.unlink(missing_ok=True)
     file = tmp_path / "x.pt"
@@ -237,7 +237,7 @@ def test_code_is_refused_and_not_executed(library: str, tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_code_in_files_of_sb3_is_refused(tmp_path: Path) -> None:
+def test_code_in_files_of_sb3_is_refused(tmp_path) -> None:
     marker = Path("/tmp/embodied-ppo-was-here")
     marker.unlink(missing_ok=True)
     foreign.sb3(tmp_path / "x.zip", extra={"log_std": Evil()})  # pyright: ignore
@@ -249,7 +249,7 @@ def test_code_in_files_of_sb3_is_refused(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
-def test_allowed_names_cannot_be_used_for_more(tmp_path: Path) -> None:
+def test_allowed_names_cannot_be_used_for_more(tmp_path) -> None:
     """Functions of the reader cannot be changed by a pickle, and make arrays of numbers only."""
     foreign.cleanrl(tmp_path / "x")
     build = b"cnumpy.core.multiarray\n_reconstruct\n}(S'__defaults__'\nNub."
@@ -267,7 +267,7 @@ def test_allowed_names_cannot_be_used_for_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("library", libraries.LIBRARIES)
-def test_damaged_and_missing_files(library: str, tmp_path: Path) -> None:
+def test_damaged_and_missing_files(library: str, tmp_path) -> None:
     _, file, normalizer = written(library, tmp_path)
     data = file.read_bytes()
     for part in (b"", data[: len(data) // 2], b"\x80\x05hello" + data[:50], b"no checkpoint"):
@@ -281,7 +281,7 @@ def test_damaged_and_missing_files(library: str, tmp_path: Path) -> None:
     refused("is not a regular file", library, tmp_path / "pipe.zip", normalizer)
 
 
-def test_compressed_archives(tmp_path: Path) -> None:
+def test_compressed_archives(tmp_path) -> None:
     """Stable-Baselines3 writes none: they could be of any size."""
     with zipfile.ZipFile(tmp_path / "y", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("data", "{}")
@@ -291,7 +291,7 @@ def test_compressed_archives(tmp_path: Path) -> None:
     assert read("cleanrl", tmp_path / "x", tmp_path / "n.npz").normalizer.count == COUNT
 
 
-def test_unknown_layers(tmp_path: Path) -> None:
+def test_unknown_layers(tmp_path) -> None:
     lstm = {"lstm_actor.weight_ih_l0": torch.zeros(4, 4)}
     foreign.sb3(tmp_path / "x.zip", extra=lstm)
     refused("has layers that no network of ours contains: lstm_actor", "sb3", tmp_path / "x.zip")
@@ -302,7 +302,7 @@ def test_unknown_layers(tmp_path: Path) -> None:
     refused("gSDE", "sb3", tmp_path / "x.zip")
 
 
-def test_normaliser_that_is_missing_or_of_another_policy(tmp_path: Path) -> None:
+def test_normaliser_that_is_missing_or_of_another_policy(tmp_path) -> None:
     foreign.sb3(tmp_path / "x.zip", _last_original_obs={":type:": "x"})
     refused(
         r"write normalizer=.* VecNormalize, which is a file of its own", "sb3", tmp_path / "x.zip"
@@ -322,7 +322,7 @@ def test_normaliser_that_is_missing_or_of_another_policy(tmp_path: Path) -> None
         read("rsl_rl", tmp_path / "x.pt", tmp_path / "n.npz")
 
 
-def test_task_with_other_sizes(tmp_path: Path) -> None:
+def test_task_with_other_sizes(tmp_path) -> None:
     foreign.rsl_rl(tmp_path / "x.pt")
     policy = read("rsl_rl", tmp_path / "x.pt")
     spec = ArraySpec((11,), torch.float32)
@@ -335,7 +335,7 @@ def test_task_with_other_sizes(tmp_path: Path) -> None:
         policy.check_sizes(ActorCritic(SPEC, Discrete(6), ModelConfig()), "Acrobot-v1")
 
 
-def test_critic_of_other_observations(tmp_path: Path) -> None:
+def test_critic_of_other_observations(tmp_path) -> None:
     """It is refused unless critic=new is written."""
     content = foreign.state(foreign.mlp(1, (7,), 40), "mlp")
     foreign.rsl_rl(tmp_path / "x.pt", critic_state_dict=content)
