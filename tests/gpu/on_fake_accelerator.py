@@ -285,9 +285,8 @@ def test_update_of_language_model(accelerator: FakeAccelerator) -> None:
     minibatches = 2 * 2 * 2  # models x epochs x minibatches of an epoch
     passes = minibatches + 2  # one of the critic's values and one of the reference, too
     cuts = reads.pop("embodied_ppo/ppo/minibatches.py:cut_columns")
-    assert (
-        within("minibatch of a language model, cut by length", cuts // passes) and not cuts % passes
-    )
+    assert within("minibatch of a language model, cut by length", cuts // passes)
+    assert not cuts % passes
     assert reads.pop(f"{OPTIMIZER}.step") == minibatches
     assert reads.pop(f"{OPTIMIZER}.minibatches") == 2 * EPOCHS
     assert within("update of a language model, before and after its minibatches", reads.total()), (

@@ -109,9 +109,9 @@ def test_damaged_cache_file_is_recomputed(tmp_path, damage: str) -> None:
     file.write_bytes({"cut": content[:-100], "one bit": flipped}[damage])
     reused, lines = start(second, tmp_path)
     assert not reused and str(file) in lines[0] and len(lines) == 2
-    assert (
-        same(first, second) and file.read_bytes() == content and len(list(tmp_path.iterdir())) == 1
-    )
+    assert same(first, second)
+    assert file.read_bytes() == content
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 # ----------------------------------------------------------------------------------------- refusals

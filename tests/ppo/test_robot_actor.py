@@ -139,14 +139,14 @@ def assert_close(a: dict[str, float], b: dict[str, float], rel: float) -> None:
 
 # ------------------------------------------------------------------- memory must not change numbers
 EVERYTHING: dict[str, Any] = {
-    **{
-        "clip_ratio_c": 1.5,
-        "entropy_bonus": 0.01,
-        "use_kl_loss": True,
-        "kl_loss_coef": 0.5,
-        "max_grad_norm": None,
-    },
-    **{"use_kl_in_reward": True, "update_epoch": 1, "global_batch_size": T * N},
+    "clip_ratio_c": 1.5,
+    "entropy_bonus": 0.01,
+    "use_kl_loss": True,
+    "kl_loss_coef": 0.5,
+    "max_grad_norm": None,
+    "use_kl_in_reward": True,
+    "update_epoch": 1,
+    "global_batch_size": T * N,
 }
 MICRO_CASES = [
     ({"logprob_type": "token_level", "entropy_type": "token_level"}, False),
@@ -838,17 +838,13 @@ def test_group_advantages(adv_type):
 
 # --------------------------------------------------------------------------------------- checkpoint
 STATEFUL: dict[str, Any] = {
-    **{
-        "lr_schedule": "adaptive",
-        "reward_norm": "running",
-        "use_kl_in_reward": True,
-        "use_kl_loss": True,
-    },
-    **{
-        "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 50.0},
-        "entropy_bonus": 0.01,
-        "entropy_target": 3.0,
-    },
+    "lr_schedule": "adaptive",
+    "reward_norm": "running",
+    "use_kl_in_reward": True,
+    "use_kl_loss": True,
+    "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 50.0},
+    "entropy_bonus": 0.01,
+    "entropy_target": 3.0,
 }
 
 
@@ -881,15 +877,19 @@ def test_constant_coefficients_follow_config_after_resume():
     learner = make(STATEFUL)
     learner.update(experience(learner), update=0)
     options = {
-        **{"lr": 0.123, "weight_decay": 0.5, "entropy_bonus": 0.7, "use_kl_in_reward": True},
-        **{"kl_ctrl": {"kl_coef": 0.9}, "adam_betas": [0.5, 0.999]},
+        "lr": 0.123,
+        "weight_decay": 0.5,
+        "entropy_bonus": 0.7,
+        "use_kl_in_reward": True,
+        "kl_ctrl": {"kl_coef": 0.9},
+        "adam_betas": [0.5, 0.999],
     }
     changed = make(options)
     changed.load_state(learner.state())
     metrics = numbers(changed.update(experience(changed), update=1))
-    assert (
-        metrics["policy/lr"] == 0.123 and metrics["kl/coef"] == 0.9 and changed.entropy_coef == 0.7
-    )
+    assert metrics["policy/lr"] == 0.123
+    assert metrics["kl/coef"] == 0.9
+    assert changed.entropy_coef == 0.7
     assert changed.optimizer.adamw.param_groups[0]["weight_decay"] == 0.5
     assert changed.optimizer.adamw.param_groups[0]["betas"] == (0.5, 0.999)
 

@@ -362,9 +362,8 @@ def test_evaluate_options(capsys, monkeypatch) -> None:
         return {tag: x for tag, x in result.items() if tag.startswith("eval/")}
 
     monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
-    assert (
-        main.main(["evaluate", "checkpoint=run", "episodes=8", "n=2", "deterministic=false"]) == 0
-    )
+    options = ["checkpoint=run", "episodes=8", "n=2", "deterministic=false"]
+    assert main.main(["evaluate", *options]) == 0
     lines = [line for line in capsys.readouterr().err.splitlines() if "left" in line]
     assert lines[0].startswith("responses 0/16  ") and lines[-1] == "responses 16/16  0 s left"
     first = measure("out=first")

@@ -90,9 +90,9 @@ def test_rounds_fill_the_batch_and_the_surplus_begins_the_next_one() -> None:
         batch, metrics = x.take()
         assert batch.reward[0].tolist() == [60, 70, 80, 90]
         assert batch.version[0].tolist() == [4, 4, 8, 8]
-        assert (
-            numbers(metrics)["rollout/filter_rounds"] == 1 and x.state() is None and x.missing == 2
-        )
+        assert numbers(metrics)["rollout/filter_rounds"] == 1
+        assert x.state() is None
+        assert x.missing == 2
         assert batch.collected is not None and int(batch.collected.sum()) == 50
 
 

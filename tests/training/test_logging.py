@@ -178,13 +178,9 @@ ALL_ON: dict[str, Any] = {
     ),
     **run_helpers.options(
         "algorithm.clip_ratio_c=1.2 algorithm.entropy_bonus=0.01 algorithm.entropy_target=1.0"
+        " algorithm.use_kl_in_reward=true algorithm.use_kl_loss=true algorithm.horizon=16"
+        " algorithm.off_policy_correction=token evaluation.episodes=32 evaluation.num_envs=32"
     ),
-    **{
-        "algorithm.use_kl_in_reward": True,
-        "algorithm.use_kl_loss": True,
-        "algorithm.off_policy_correction": "token",
-    },
-    **{"evaluation.episodes": 32, "evaluation.num_envs": 32, "algorithm.horizon": 16},
 }
 
 

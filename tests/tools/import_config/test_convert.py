@@ -68,10 +68,8 @@ def test_documented_block_converts_without_loss(name: str, capsys):
     assert main.main(["import-config", peer, "source.yaml", "--out", out]) == 0
     capsys.readouterr()
     fill = [f"{path}={FILL[path]}" for path in migration.to_write]
-    assert (
-        main.main(["config", "--json", "--config-dir", "configs", "experiment=imported", *fill])
-        == 0
-    )
+    command = ["config", "--json", "--config-dir", "configs", "experiment=imported", *fill]
+    assert main.main(command) == 0
     captured = capsys.readouterr()
     rows = json.loads(captured.out)
     assert "read as" not in captured.err, "the file has canonical names"
@@ -274,9 +272,9 @@ def test_experiment_goes_to_stdout_and_table_to_stderr(capsys):
     assert (
         out.startswith("# @package _global_\n") and experiment["algorithm"]["clip_ratio_c"] == 1.4
     )
-    assert (
-        "lambd = 0.95" in err and "algorithm.gae_lambda = 0.95" in err and "no counterpart" in err
-    )
+    assert "lambd = 0.95" in err
+    assert "algorithm.gae_lambda = 0.95" in err
+    assert "no counterpart" in err
     assert "whiten_advantages = true" in err and " (default of roll)" in err
     assert "to be set by hand" in err
     assert main.main(["import-config", "roll", "source.yaml", "--quiet"]) == 0
