@@ -25,7 +25,7 @@ from embodied_ppo.options.compose import PROGRAM, override_lines, prepare
 from embodied_ppo.options.schema import Config
 from embodied_ppo.options.sweeps import SweepJob, sweep_jobs
 from embodied_ppo.training.progress import Interrupts
-from embodied_ppo.training.run_directory import locked, replace_text
+from embodied_ppo.training.run_directory import locked
 from embodied_ppo.training.run_files import SWEEP
 
 POLL_S = 0.2  # seconds between two checks whether a process has ended
@@ -68,7 +68,7 @@ class Sweep:
         ]
         content = {"format": FORMAT, "working_directory": str(self.working_directory)}
         content |= {"flags": self.flags, "runs": runs}
-        replace_text(self.folder / SWEEP, json.dumps(content, indent=1) + "\n")
+        guarded_files.replace_file(self.folder / SWEEP, json.dumps(content, indent=1) + "\n")
 
 
 def run(args: argparse.Namespace) -> int:

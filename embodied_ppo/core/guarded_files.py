@@ -1,8 +1,8 @@
-"""Bounded reading of files that a crash, a copy or another person may have changed.
+"""Bounded reading of files that others may have changed, and writing of files in one step.
 
-Every file of a run is read here. Only regular files are opened, which never blocks; their size is
-compared with a limit before they are read, so that one damaged run cannot stop a program that shows
-or compares many.
+Every file of a run is read here, as a crash, a copy or another person may have damaged it. Only
+regular files are opened, which never blocks; their size is compared with a limit before they are
+read, so that one damaged run cannot stop a program that shows or compares many.
 
 Functions raise OSError for a file that cannot be opened, and ValueError, whose text is the reason
 without the path, for one with other contents. ``refusing_damage`` turns both into CheckpointError.
@@ -64,6 +64,18 @@ def read_bytes(path: Path, limit: int = MAX_TEXT_SIZE, *, follow_links: bool = T
     if size > limit or len(content) > limit:
         raise ValueError(f"has {max(size, len(content))} bytes, the limit is {limit}")
     return content
+
+
+def replace_file(path: Path, content: str | bytes) -> None:
+    """Write a file under a temporary name, then rename it; on a full disk the old one remains."""
+    # A rename on the same disk is atomic, so readers, and a kill, find the old file or the new one.
+    temporary = path.with_name(f"{path.name}.new")
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def sha256(path: Path) -> str:

@@ -20,13 +20,12 @@ import jinja2
 from embodied_envs.base import tree
 from embodied_envs.base.intervals import Z95, wilson_interval
 from embodied_envs.base.random import TRAINING_SEEDS
-from embodied_ppo.core.guarded_files import read_object
+from embodied_ppo.core.guarded_files import read_object, replace_file
 from embodied_ppo.evaluation import paired as paired_differences
 from embodied_ppo.evaluation import robustness as robustness_card
 from embodied_ppo.evaluation.charts import Chart, line_chart, number, percent, short
 from embodied_ppo.evaluation.episodes import Episode, EvaluationResult, deviation, mean_interval
 from embodied_ppo.evaluation.video import Video
-from embodied_ppo.training.run_directory import replace_text
 from embodied_ppo.training.run_files import METRICS, metric_rows
 
 FORMAT = 1  # version of report.json; it changes when a field changes its meaning
@@ -170,7 +169,7 @@ def write(
             measured_text = json.dumps(measured, indent=1, allow_nan=False) + "\n"
             texts[f"{name}_json"] = f"{name}.json", measured_text
     for name, file_text in texts.values():
-        replace_text(out / name, file_text)
+        replace_file(out / name, file_text)
     files: dict[str, str | None] = {kind: str(out / name) for kind, (name, _) in texts.items()}
     return Report(out / "report.json", out / "report.html", content, files)
 

@@ -50,9 +50,7 @@ class NetworkFile:
         is_new = not copy.exists()
         if is_new:
             copy.parent.mkdir(exist_ok=True)
-            temporary = copy.with_suffix(".new")
-            temporary.write_bytes(self.data)
-            temporary.replace(copy)
+            guarded_files.replace_file(copy, self.data)
         try:
             yield
         except BaseException:

@@ -25,6 +25,7 @@ from embodied_envs.base.errors import (
     show_path,
 )
 from embodied_ppo.core.errors import RunRefused
+from embodied_ppo.core.guarded_files import replace_file
 from embodied_ppo.evaluation import report
 from embodied_ppo.evaluation.run_report import success_metric
 from embodied_ppo.options import loader, validation
@@ -34,7 +35,7 @@ from embodied_ppo.programs.system import BuiltSystem, build_system
 from embodied_ppo.training import checkpoint, trackers
 from embodied_ppo.training.logging import Log, Timer, numbers
 from embodied_ppo.training.progress import Interrupts, Messages, Progress, stop_signals
-from embodied_ppo.training.run_directory import claimed, digest, replace_text, versions
+from embodied_ppo.training.run_directory import claimed, digest, versions
 from embodied_ppo.training.run_files import PARENT
 from embodied_ppo.training.run_system import RunSystem
 
@@ -185,7 +186,7 @@ class OpenRun:
         # Hash what a reader of the file gets: JSON has no tuples and no numbers as keys.
         plain = json.loads(json.dumps(summary))
         summary |= {checkpoint.SUMMARY_DIGEST: {"sha256": digest(plain)}}
-        replace_text(spec.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
+        replace_file(spec.run_dir / "summary.json", json.dumps(summary, indent=1) + "\n")
         return summary
 
 
@@ -273,9 +274,9 @@ def open_run(spec: RunSpec, messages: Messages, bar: Progress) -> Iterator[OpenR
 
 def _write_start(spec: RunSpec, *, quiet: bool) -> Log:
     """Write the files that say what the run is, and open its log."""
-    replace_text(spec.run_dir / "config.yaml", spec.config_text)
+    replace_file(spec.run_dir / "config.yaml", spec.config_text)
     if spec.parent is not None:
-        replace_text(spec.run_dir / PARENT, spec.parent.text())
+        replace_file(spec.run_dir / PARENT, spec.parent.text())
     if spec.task is not None:
         spec.task.save(spec.run_dir)
     return Log(

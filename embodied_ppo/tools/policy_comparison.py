@@ -18,6 +18,7 @@ import numpy as np
 
 from embodied_envs.base.errors import ConfigError, show
 from embodied_ppo.api import Run, path_text
+from embodied_ppo.core import guarded_files
 from embodied_ppo.evaluation import checkpoint_evaluation, comparison, report
 from embodied_ppo.evaluation.charts import Chart, line_chart
 from embodied_ppo.evaluation.comparison import Scores
@@ -178,8 +179,8 @@ def compare_lines(
     files = {"page": out / "comparison.html", "json": out / "comparison.json"}
     with run_directory.report_write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        run_directory.replace_text(files["json"], json.dumps(content, indent=1) + "\n")
-        run_directory.replace_text(files["page"], page)
+        guarded_files.replace_file(files["json"], json.dumps(content, indent=1) + "\n")
+        guarded_files.replace_file(files["page"], page)
     return content | {name: str(file) for name, file in files.items()}
 
 

@@ -32,7 +32,7 @@ from embodied_envs.base.errors import (
 )
 from embodied_ppo.api import Run, path_text, whole_number
 from embodied_ppo.core.devices import select_device
-from embodied_ppo.core.guarded_files import as_json
+from embodied_ppo.core.guarded_files import as_json, replace_file
 from embodied_ppo.evaluation import checkpoint_evaluation, report
 from embodied_ppo.options.schema import Config
 from embodied_ppo.tools import recorded_files, reexecution
@@ -93,7 +93,7 @@ def verify(
         content = _Verification(run_dir, most, seed, Progress(not progress)).certificate()
         with run_directory.report_write_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            run_directory.replace_text(folder / CERTIFICATE, json.dumps(content, indent=1) + "\n")
+            replace_file(folder / CERTIFICATE, json.dumps(content, indent=1) + "\n")
     return content | {"certificate": str(folder / CERTIFICATE)}
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from embodied_envs.base import watchdog
 from embodied_ppo.core.compile import CompileSchedule
+from embodied_ppo.core.guarded_files import replace_file
 from embodied_ppo.core.types import Mean, Metrics
 from embodied_ppo.training import generations
 from embodied_ppo.training.health import HealthMonitor
@@ -166,10 +167,7 @@ class Log:
                 if row and steps is not None and (row["update"] or 0) <= completed_updates:
                     purge_step = int(steps) + 1
                     lines.append(line)
-        # The file is replaced in one step, so that a kill leaves the old or the new one.
-        temporary = path.with_suffix(".new")
-        temporary.write_bytes(b"".join(line + b"\n" for line in lines))
-        temporary.replace(path)
+        replace_file(path, b"".join(line + b"\n" for line in lines))
         self._rows: TextIO = open(path, "a", buffering=1)  # noqa: SIM115
         generations.drop(self.run_dir, completed_updates)
         # A run that was killed after a checkpoint may not have logged the row of its update.

@@ -10,7 +10,6 @@ those of metrics.sha256, so an edited row does not get a new digest.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -65,10 +64,8 @@ class MetricsDigest:
         self.first_update, self.update, self.value = None, None, ""
         if entries:
             self.first_update, (self.update, self.value) = entries[0][0], entries[-1]
-        # The file is replaced in one step, so that a kill leaves the old or the new one.
-        temporary = path.with_suffix(".new")
-        temporary.write_text("".join(f"{update} {value}\n" for update, value in entries))
-        os.replace(temporary, path)
+        lines = (f"{update} {value}\n" for update, value in entries)
+        guarded_files.replace_file(path, "".join(lines))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115
 
     def add(self, update: int, row: str) -> None:

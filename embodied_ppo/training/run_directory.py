@@ -108,18 +108,6 @@ def absolute(config: Config) -> Config:
     return replace(config, reward=replace(config.reward, terms=terms))
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file under a temporary name, then rename it; on a full disk the old one remains."""
-    # A rename on the same disk is atomic, so readers see the old file or the new one.
-    temporary = path.with_name(f"{path.name}.new")
-    try:
-        temporary.write_text(text)
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def new_run_dir(config: Config) -> Path:
     """Return runs/NAME/<time>-<seed>."""
     # Milliseconds, because jobs of a sweep start in the same second.

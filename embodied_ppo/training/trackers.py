@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from embodied_envs.base.errors import ConfigError, shorten, show
-from embodied_ppo.core.guarded_files import read_object
+from embodied_ppo.core.guarded_files import read_object, replace_file
 from embodied_ppo.options.schema import Config
 
 FILE = "trackers.json"  # file in the run directory: tracker -> {"id": id of the tracked run}
@@ -382,9 +382,7 @@ def _store(run_dir: Path, tool: str, id: str) -> None:
     with _FILE_LOCK:
         # Read again under the lock, because another tracker may have added its entry.
         content = {**_read(run_dir), tool: {"id": id}}
-        temporary = run_dir / f"{FILE}.new"
-        temporary.write_text(json.dumps(content, indent=1) + "\n")
-        temporary.replace(run_dir / FILE)
+        replace_file(run_dir / FILE, json.dumps(content, indent=1) + "\n")
 
 
 def _mlflow_name(name: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from embodied_envs.base.errors import ConfigError, shorten, show
 from embodied_ppo.cluster.robot_memory import describe_spaces
+from embodied_ppo.core.guarded_files import replace_file
 from embodied_ppo.options import loader, validation
 from embodied_ppo.options.compose import GIVEN
 from embodied_ppo.options.schema import Config
@@ -22,7 +23,6 @@ from embodied_ppo.programs import runs
 from embodied_ppo.tools.import_policy import libraries
 from embodied_ppo.tools.import_policy.imported import ImportedPolicy
 from embodied_ppo.training.local_system import LocalSystem
-from embodied_ppo.training.run_directory import replace_text
 
 IMPORT = "import.json"  # file of a run directory that names the origin of an imported policy
 
@@ -89,7 +89,7 @@ def import_policy(
             moments = system.learner.returns[0].moments
             moments.var.fill_(policy.value_scale.std**2)
             moments.count.fill_(max(policy.value_scale.count, 1.0))
-        replace_text(run_dir / IMPORT, json.dumps(origin, indent=1) + "\n")
+        replace_file(run_dir / IMPORT, json.dumps(origin, indent=1) + "\n")
         for note in origin["notes"]:
             say(f"note: {note}")
 
