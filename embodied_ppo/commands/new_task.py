@@ -15,6 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--mjcf", metavar="FILE", help="MuJoCo XML of the robot")
+    source.add_argument("--robot", metavar="ROBOT", help="robot of EnvPool's assets: unitree_go1")
     source.add_argument("--urdf", metavar="FILE", help="URDF, which is converted to NAME.xml")
     template = "what the robot does: keep its posture, follow commands, hover at or reach a target,"
     template += " or lift a cube to it"
@@ -32,9 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Write the task and print the files, the assumptions and the next commands."""
+    from embodied_envs.base.errors import check_choice
     from embodied_envs.robots.preparation import Preparation
+    from embodied_envs.tasks.panda import asset_robots
     from embodied_ppo.tools import task_generator
 
+    if args.robot is not None:
+        check_choice("--robot", args.robot, robots := asset_robots())
+        args.mjcf = robots[args.robot]
     gains = task_generator.read_gains(args.kp, args.kd, args.gains)
     task = task_generator.write(
         args.name,

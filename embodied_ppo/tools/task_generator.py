@@ -57,6 +57,8 @@ TEMPLATES = {
     "test_{name}.py": "new_task_test.py.j2",
 }
 """File in the new folder -> template."""
+GPU_TEMPLATE = {"configs/experiment/{name}_gpu.yaml": "new_task_gpu.yaml.j2"}
+"""The same of a task with commands, to train it on a GPU."""
 
 RESERVED_NAMES = ("Path", "Preparation", "RobotTask", "RoughTerrain", "State", "Tensor")
 """Names that the generated module imports; its class must have another name."""
@@ -104,7 +106,8 @@ def write(
     folder, preparation = Path(name) if out is None else out, preparation or Preparation()
     if folder.exists() and not folder.is_dir():
         raise EnvError(f"--out {folder}: is a file; name a folder")
-    files = {folder / file.format(name=name): source for file, source in TEMPLATES.items()}
+    sources = TEMPLATES if template == "home" else TEMPLATES | GPU_TEMPLATE
+    files = {folder / file.format(name=name): source for file, source in sources.items()}
     mujoco.set_mju_user_warning(lambda text: None)  # a robot that diverges is named in `assumed`
     converted = [folder / f"{name}.xml"] if urdf else []
     if existing := [file for file in [*files, *converted] if file.exists()]:

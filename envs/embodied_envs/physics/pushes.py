@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import mujoco
 import torch
 from torch import Tensor
 
@@ -40,7 +39,15 @@ class Pushes:
             EnvError: The model has no robot with a root free joint, or several.
         """
         self.physics, self.velocity, self.interval = physics, velocity, interval
-        dof = base_dof(physics.model, id)
+        robot, model = RobotModel(physics.model), physics.model
+        # A free body without an actuator, such as a block, is no robot.
+        count = sum(int(body) in robot.roots for body in model.jnt_bodyid[model.jnt_type == FREE])
+        if count != 1:
+            raise EnvError(
+                f"remove env.realism.push_velocity: env.id={id} has {count} robots whose root is a"
+                " free joint, and pushes need one"
+            )
+        dof = robot.base_dof
         self._xy = physics.fields["qvel"][:, dof : dof + 2]
         self.next = torch.zeros(len(self._xy), dtype=torch.int64, device=physics.device)
         """int64 [N]: control steps of the episode before the next push."""
@@ -78,21 +85,3 @@ class Pushes:
         """Map the last of three uniform numbers [N, 3] to control steps, int64 [N]."""
         low, high = self.interval
         return low + (u[:, 2] * (high - low + 1)).long().clamp(max=high - low)
-
-
-def base_dof(model: mujoco.MjModel, id: str) -> int:
-    """Return the first degree of freedom of the robot's root free joint.
-
-    A free body without an actuator, such as a block, is no robot.
-
-    Raises:
-        EnvError: There is no such joint, or there are several.
-    """
-    robot = RobotModel(model)
-    count = sum(int(body) in robot.roots for body in model.jnt_bodyid[model.jnt_type == FREE])
-    if count != 1:
-        raise EnvError(
-            f"remove env.realism.push_velocity: env.id={id} has {count} robots whose root is a free"
-            " joint, and pushes need one"
-        )
-    return robot.base_dof

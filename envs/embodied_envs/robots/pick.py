@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import EnvError
-from embodied_envs.robots.observation_parts import Part
 from embodied_envs.robots.robot_model import Array, RobotModel
 from embodied_envs.robots.target import TargetTask
 from embodied_envs.robots.terms import TermTask
@@ -38,18 +37,39 @@ class PickTerms(TermTask):
     """Height of the cube's centre where it rests."""
     low_m: float
     """Height of the gripper below which its fingers touch the ground."""
+    cube_x_m: tuple[float, float]
+    """Range of the cube's initial position; that of y is ``cube_y_m``."""
+    cube_y_m: tuple[float, float]
+    cube_qpos: int
+    """Index of the cube's position in qpos."""
+    cube_dof: int
+    """Index of its velocity in qvel."""
+
+    def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
+        """Store the range of the cube's initial position."""
+        super().bind(model, device, dtype)
+        bounds = torch.tensor([self.cube_x_m, self.cube_y_m], device=device, dtype=dtype)
+        self.cube_low, self.cube_extent = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
+
+    def control(self, s: State, action: Tensor) -> Tensor:
+        return (s["ctrl"] + self.scale * action).clamp(self.low, self.high)
 
     @abstractmethod
     def grip(self, s: State) -> Tensor:
         """Return the position between the tips of the fingers, m, [N, 3]."""
 
-    @abstractmethod
     def cube(self, s: State) -> Tensor:
         """Return the position of the cube, m, [N, 3]."""
+        return s["qpos"][:, self.cube_qpos : self.cube_qpos + 3]
 
-    @abstractmethod
     def cube_velocity(self, s: State) -> Tensor:
         """Return its velocity, m/s, [N, 3]."""
+        return s["qvel"][:, self.cube_dof : self.cube_dof + 3]
+
+    def place_cube(self, qpos: Tensor, u: Tensor) -> None:
+        """Set the cube's initial position in ``qpos`` [N, nq] from uniform numbers [N, 2]."""
+        i = self.cube_qpos
+        qpos[:, i : i + 2] = self.cube_low + u * self.cube_extent
 
     @abstractmethod
     def closing(self, s: State) -> Tensor:
@@ -127,9 +147,6 @@ class PickTask(PickTerms, TargetTask):
     """
 
     tip = CUBE
-    cube_x_m: tuple[float, float]
-    """Range of the cube's initial position; that of y is ``cube_y_m``."""
-    cube_y_m: tuple[float, float]
     max_episode_steps, far_m = 150, 1.0
     before = ("qpos", "xpos", "site_xpos")
 
@@ -167,21 +184,10 @@ class PickTask(PickTerms, TargetTask):
             self.scale[i] = 0.5 * (self.high[i] - self.low[i])
         for i, x in gripper.qpos.items():
             self.home[i] = x
-        bounds = torch.tensor([self.cube_x_m, self.cube_y_m], device=device, dtype=dtype)
-        self.cube_low, self.cube_extent = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
         self.reset_noise += 2
-
-    def control(self, s: State, action: Tensor) -> Tensor:
-        return (s["ctrl"] + self.scale * action).clamp(self.low, self.high)
 
     def grip(self, s: State) -> Tensor:
         return s["site_xpos"][:, self.tips].mean(1)
-
-    def cube(self, s: State) -> Tensor:
-        return s["qpos"][:, self.cube_qpos : self.cube_qpos + 3]
-
-    def cube_velocity(self, s: State) -> Tensor:
-        return s["qvel"][:, self.cube_dof : self.cube_dof + 3]
 
     def opening(self, s: State) -> Tensor:
         """Return the distance between the fingers, m, [N]; 0 is closed."""
@@ -197,10 +203,6 @@ class PickTask(PickTerms, TargetTask):
         to_cube, targets = self.cube(s) - self.grip(s), s["ctrl"] - self.home_control
         parts = [super().observe(s), to_cube, axes, self.opening(s)[:, None], targets]
         return torch.cat(parts, 1)
-
-    def observation_parts(self, model: mujoco.MjModel) -> list[Part]:
-        """Return none: a robot measures cube and target in its own way."""
-        return []
 
     def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
         targets = [(f"{a.name} target minus home", None) for a in self.robot.actuators]
@@ -221,9 +223,7 @@ class PickTask(PickTerms, TargetTask):
     def reset(self, u: Tensor) -> dict[str, Tensor]:
         """Return the start of ``TargetTask`` with open fingers, and the cube in its range."""
         start = super().reset(u[:, :-2])
-        start["qpos"][:, self.cube_qpos : self.cube_qpos + 2] = (
-            self.cube_low + u[:, -2:] * self.cube_extent
-        )
+        self.place_cube(start["qpos"], u[:, -2:])
         return start
 
 

@@ -33,14 +33,10 @@ class TermTask(Task):
 
     def available_terms(self) -> Mapping[str, Term]:
         """Return all methods that are terms."""
-        kind, terms = type(self), {}
-        for name in dir(kind):
-            method = getattr(kind, name)
-            if inspect.isfunction(method) and name not in ("reward", "reward_terms"):
-                names = list(inspect.signature(method).parameters)
-                if names[1:4] == ["before", "s", "action"]:
-                    terms[name] = getattr(self, name)
-        return terms
+        methods = inspect.getmembers(type(self), inspect.isfunction)
+        takes = {name: list(inspect.signature(method).parameters) for name, method in methods}
+        names = [name for name, x in takes.items() if x[1:4] == ["before", "s", "action"]]
+        return {k: getattr(self, k) for k in names if k not in ("reward", "reward_terms")}
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Forget the terms of another model, and store the ranges of commands."""

@@ -62,6 +62,8 @@ class VelocityCommands(TermTask):
     """Change of the share of the ranges after an episode, and the smallest share (curriculum)."""
     dt_s: float
     """Control step."""
+    feet: Tensor
+    """Site of each foot."""
 
     def __init__(
         self, resample_s: float = 5.0, standing: float = 0.1, command_curriculum: bool = False
@@ -96,9 +98,9 @@ class VelocityCommands(TermTask):
     def joint_positions(self, s: State) -> Tensor:
         """Return joint positions minus home, rad, [N, joints]."""
 
-    @abstractmethod
     def foot_positions(self, s: State) -> Tensor:
         """Return the position of each foot, m, [N, feet, 3]; of ``before``, too."""
+        return s["site_xpos"][:, self.feet]
 
     def foot_heights(self, s: State) -> Tensor:
         """Return the height of each foot above the ground, m, [N, feet]."""
@@ -289,9 +291,6 @@ class VelocityTask(RobotTask, VelocityCommands):
         return torch.cat([super().privileged(s), s["air"]], 1)
 
     # ---------------------------------------------------------------------------------------- terms
-    def foot_positions(self, s: State) -> Tensor:
-        return s["site_xpos"][:, self.feet]
-
     def dof_pos_limits(self, before: State, s: State, action: Tensor) -> Tensor:
         """Distances of the joints beyond ``soft_limit`` of their range, rad."""
         x = self.joint_positions(s)

