@@ -18,22 +18,8 @@ ESTIMATORS = {
 }
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 """Estimators whose advantages are standardised over the batch."""
-
-
-def estimator(value: Any, source: Source) -> Answer:
-    return {
-        "algorithm.adv_type": ESTIMATORS[value],
-        "algorithm.normalize_advantages": value in WHITENED,
-    }
-
-
-def prompts(value: Any, source: Source) -> Any:
-    """Map the responses of an optimiser step to prompts."""
-    return rules.whole_prompts(value, source.get("rollout.n_samples_per_prompt", 1))
-
-
-def token_limit(value: Any, source: Source) -> Any:
-    return source.get("train.max_tokens_per_gpu", 16192)
+SIDES, TARGET = ("low", "high"), "algorithm.kl_ctrl.target_kl"
+GSPO = {"algorithm.ratio_level": "sequence", "algorithm.loss_agg_func": "seq-mean-token-mean"}
 
 
 def max_length(value: Any, source: Source) -> Answer:
@@ -46,19 +32,6 @@ def max_length(value: Any, source: Source) -> Answer:
     return {"algorithm.prompt_length": value - response}
 
 
-def clip_range(value: Any, source: Source) -> Answer:
-    low, high = value
-    return {"algorithm.clip_ratio_low": low, "algorithm.clip_ratio_high": high}
-
-
-def loss_type(value: Any, source: Source) -> Answer:
-    """Map the kind of the policy loss; without gspo it is the mean over tokens, as here."""
-    if value == "ppo":
-        return Reason("PPO's clipped surrogate, as here")
-    mean = "seq-mean-token-mean"
-    return {"algorithm.ratio_level": "sequence", "algorithm.loss_agg_func": mean}
-
-
 def kl(value: Any, source: Source) -> Answer:
     """Map the KL term, which is in the loss or in the reward, whichever of its options is given."""
     coefficient = source.get("algo.kl.init_coef", 0.01)
@@ -68,12 +41,6 @@ def kl(value: Any, source: Source) -> Answer:
         return {"algorithm.use_kl_loss": used} | (options if used else {})
     options = {"algorithm.kl_ctrl.kl_coef": coefficient, "algorithm.kl_penalty": estimator}
     return {"algorithm.use_kl_in_reward": used} | (options if used else {})
-
-
-def kl_target(value: Any, source: Source) -> Answer:
-    if value is None:
-        return Reason("null: a fixed coefficient, as here")
-    return {"algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": value}
 
 
 def correction(value: Any, source: Source) -> Answer:
@@ -109,10 +76,6 @@ def files(value: Any, source: Source) -> Any:
     return names
 
 
-def vllm_engines(value: Any, source: Source) -> str:
-    return "vllm" if value else "builtin"
-
-
 def differences_of(source: Source) -> dict[str, str]:
     """Return the differences that no option of ours removes."""
     differences: dict[str, str] = {}
@@ -129,14 +92,28 @@ def differences_of(source: Source) -> dict[str, str]:
     return differences
 
 
-def to_write(source: Source) -> dict[str, str]:
-    return {"algorithm.response_length": "tokens; theirs is data.max_len minus the prompt"}
-
-
+SIMPLE = {
+    "estimator": lambda value, source: {
+        "algorithm.adv_type": ESTIMATORS[value],
+        "algorithm.normalize_advantages": value in WHITENED,
+    },
+    "prompts": lambda value, source: rules.whole_prompts(
+        value, source.get("rollout.n_samples_per_prompt", 1)
+    ),
+    "token_limit": lambda value, source: source.get("train.max_tokens_per_gpu", 16192),
+    "clip_range": lambda value, source: {
+        f"algorithm.clip_ratio_{x}": y for x, y in zip(SIDES, value)
+    },
+    "loss_type": lambda value, source: REASONS["SURROGATE"] if value == "ppo" else GSPO,
+    "engines": lambda value, source: "vllm" if value else "builtin",
+    "adaptive": lambda value, source: {"algorithm.kl_ctrl.type": "adaptive", TARGET: value},
+    "warmup_fraction": rules.warmup_fraction(lambda source: None),
+}
+"""Rules of one expression."""
 OPENRLHF: Framework = load(
     "openrlhf",
-    {**rules.SHARED, **globals(), "warmup_fraction": rules.warmup_fraction(lambda source: None)},
+    {**rules.SHARED, **globals(), **SIMPLE},
     differences=differences_of,
-    to_write=to_write,
+    to_write=lambda source: {"algorithm.response_length": "tokens; data.max_len minus the prompt"},
     one_row=True,
 )

@@ -20,8 +20,10 @@ VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 ARRAY = re.compile(r"(?m)^[ \t]*(\w+)=\(([^()]*)\)")
 ARRAY_USE = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
-PROGRAM = re.compile(r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed|accelerate)")
-END_OF_COMMAND = ("|", "&", "&&", ";", ">", "2>&1", "--")
+PROGRAM = re.compile(
+    r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed|accelerate|ray|pkill)|[|&;>]+|2>&1|--"
+)
+"""A token that begins a command or ends one."""
 CONFIG = re.compile(r"--(config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
 REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::-([^{}]*))?\}|([A-Za-z_]\w*)|[(\d@*#?])|`")
 """A shell variable, or an expression that only a shell can evaluate."""
@@ -61,42 +63,36 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def parse_flags(text: str) -> dict[str, Any]:
-    """Return the flags of the Python command of a text that has the most of them, name -> value.
+    """Return the flags of the command with most of them, or of a text without a known program.
 
     A flag without a value is true, one with several is a list. Arrays of the shell are expanded
-    where the command uses them; arrays that the text does not define are dropped. Quotes, variables
-    and comments are those of ``parse``. A text without such a command consists of flags.
+    where they are used; arrays that the text does not define are dropped. Quotes, variables and
+    comments are those of ``parse``.
 
     Returns:
-        The options; empty if the text has no flag.
+        Name -> value; empty if the text has no flag.
     """
     script = CONTINUED.sub(" ", COMMENT.sub("", text))
-    arrays = {match[1]: " ".join(match[2].split("\n")) for match in ARRAY.finditer(script)}
+    arrays = {match[1]: match[2] for match in ARRAY.finditer(script)}
     script = ARRAY_USE.sub(lambda match: arrays.get(match[1], ""), ARRAY.sub("", script))
-    lexer = shlex.shlex(script.replace("\n", " \n "), posix=True)  # a line's end is a token
-    lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
     variables: dict[str, str] = {}
-    tokens: list[str] = []
+    commands: list[dict[str, list[Any]]] = [{}]  # the first one: before any program
+    values: list[Any] = []
     try:
-        for token in (_expanded(token, variables) for token in lexer):
-            tokens.append(token)
-            if match := VARIABLE.fullmatch(token):
-                variables[match[1]] = match[2]
+        tokens = shlex.split(script)
     except ValueError:  # a quote without its end
         return {}
-    starts = [i for i, token in enumerate(tokens) if PROGRAM.fullmatch(token)]
-    ends = [tokens.index("\n", i) if "\n" in tokens[i:] else len(tokens) for i in starts]
-    commands = [tokens[i:end] for i, end in zip(starts, ends, strict=True)]
-    options: dict[str, list[Any]] = {}
-    values: list[Any] = []
-    commands = commands or [[token for token in tokens if token != "\n"]]
-    for token in max(commands, key=lambda command: sum(map(bool, map(FLAG.fullmatch, command)))):
-        if match := FLAG.fullmatch(token):
-            options[match[1]] = values = [] if match[2] is None else [_value(match[2])]
-        elif token in END_OF_COMMAND:
+    for token in (_expanded(token, variables) for token in tokens):
+        if match := VARIABLE.fullmatch(token):
+            variables[match[1]] = match[2]
+        elif PROGRAM.fullmatch(token):
+            commands.append({})
             values = []
+        elif match := FLAG.fullmatch(token):
+            commands[-1][match[1]] = values = [] if match[2] is None else [_value(match[2])]
         else:
             values.append(_value(token))
+    options = max(commands[1:] or commands, key=len)
     return {name: x[0] if len(x) == 1 else x or True for name, x in options.items()}
 
 

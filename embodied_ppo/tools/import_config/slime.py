@@ -8,7 +8,6 @@ from embodied_ppo.tools.import_config import rules
 from embodied_ppo.tools.import_config.table import Answer, Framework, Reason, Source, load
 
 GROUPED = ("grpo", "gspo", "cispo")
-KL = "kl-loss-type"
 
 
 def kind(source: Source) -> str:
@@ -28,20 +27,6 @@ def estimator(value: Any, source: Source) -> Answer:
     return answer | loss.get(value, {})
 
 
-def normalize(value: Any, source: Source) -> Answer:
-    return {"algorithm.normalize_advantages": bool(value)}
-
-
-def prompts(value: Any, source: Source) -> Any:
-    """Map the responses of an optimiser step to prompts."""
-    return rules.whole_prompts(value, source.get("n-samples-per-prompt", 1))
-
-
-def steps(value: Any, source: Source) -> Any:
-    """Map the optimiser steps of an update."""
-    return rules.whole_prompts(source.get("rollout-batch-size", 0), value)
-
-
 def clip(value: Any, source: Source) -> Answer:
     sides = ("low",) if source.get("eps-clip-high") is not None else ("low", "high")
     return {f"algorithm.clip_ratio_{side}": value for side in sides}
@@ -50,37 +35,10 @@ def clip(value: Any, source: Source) -> Answer:
 def kl_in_reward(value: Any, source: Source) -> Answer:
     if kind(source) in GROUPED:
         return Reason(f"not read there either: {kind(source)}'s advantages have no KL term")
-    penalty = {"algorithm.kl_ctrl.kl_coef": value, "algorithm.kl_penalty": kl_name(source)}
+    name = source.get("kl-loss-type", "k1")
+    estimator_of_kl = "k3" if name == "low_var_kl" else name
+    penalty = {"algorithm.kl_ctrl.kl_coef": value, "algorithm.kl_penalty": estimator_of_kl}
     return {"algorithm.use_kl_in_reward": True, **penalty}
-
-
-def kl_name(source: Source) -> str:
-    name = str(source.get(KL, "k1"))
-    return "k3" if name == "low_var_kl" else name
-
-
-def kl_type(value: Any, source: Source) -> Answer:
-    """Map the estimator of KL, which reward and loss share."""
-    if source.get("use-kl-loss"):
-        return {"algorithm.kl_loss_type": kl_name(source)}
-    return Reason("the estimator of kl-coef")
-
-
-def group_filter(value: Any, source: Source) -> Answer:
-    if "nonzero_std" in str(value):
-        return {"algorithm.group_filter": "success"}
-    return Reason("a filter of their code; algorithm.group_filter is the only one here")
-
-
-def rollout_function(value: Any, source: Source) -> Answer:
-    if "async" in str(value):
-        return Reason("write placement=disaggregated cluster.max_lag=1: rollouts run ahead")
-    return Reason("names a part of their code")
-
-
-def lr_end(value: Any, source: Source) -> float:
-    """Map the lowest learning rate to a fraction."""
-    return value / source.get("lr", 1e-6)
 
 
 def evaluation_samples(value: Any, source: Source) -> Answer:
@@ -89,12 +47,15 @@ def evaluation_samples(value: Any, source: Source) -> Answer:
     return {"evaluation.n": value} | rules.evaluation_temperature(temperature, source)
 
 
-def evaluation_files(value: Any, source: Source) -> list[str]:
-    """Map names and files of data sets in turn; one value is a file."""
-    return [value] if isinstance(value, str) else value[1::2] or value
-
-
-SLIME: Framework = load(
-    "slime",
-    {**rules.SHARED, **globals(), "adam_betas": rules.adam_betas("adam-beta")},
-)
+SIMPLE = {
+    "prompts": lambda value, source: rules.whole_prompts(
+        value, source.get("n-samples-per-prompt", 1)
+    ),
+    "steps": lambda value, source: rules.whole_prompts(source.get("rollout-batch-size", 0), value),
+    # Names and files in turn; one value is a file.
+    "evaluation_files": lambda value, source: [value] if isinstance(value, str) else value[1::2],
+    "lr_end": lambda value, source: value / source.get("lr", 1e-6),
+    "adam_betas": rules.adam_betas("adam-beta"),
+}
+"""Rules of one expression."""
+SLIME: Framework = load("slime", {**rules.SHARED, **globals(), **SIMPLE})

@@ -81,7 +81,7 @@ def differences_of(source: Source) -> dict[str, str]:
 def loss_mode(value: Any, source: Source) -> Answer:
     """Map the kind of the policy loss; verl ignores loss_agg_mode for gspo."""
     if value == "vanilla":
-        return Reason("PPO's clipped surrogate, as here")
+        return REASONS["SURROGATE"]
     if value == "gspo":
         mean = "seq-mean-token-mean"
         return {"algorithm.ratio_level": "sequence", "algorithm.loss_agg_func": mean}
