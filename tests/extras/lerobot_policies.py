@@ -1,13 +1,15 @@
 """Program for the Python of ``make test-lerobot``: write small policies of lerobot and run them.
 
-    python lerobot_policies.py pi0|pi05|smolvla FOLDER
+    python lerobot_policies.py
 
-FOLDER holds
+reads lines "pi0|pi05|smolvla FOLDER" and answers each with the line "done": importing lerobot takes
+longer than running a policy. FOLDER holds
 
 * ``inputs.safetensors``: observations (images uint8 [B, 3, h, w] by name, ``state`` [B, n]),
   ``noise`` [B, H, P], and the statistics of states and actions,
 * ``tasks.json``, the sentences,
-* ``options.json``, fields of lerobot's configuration,
+* ``options.json``, fields of lerobot's configuration; with ``peft``, fields of peft's, lerobot also
+  writes an adapter to ``FOLDER/adapter``, and runs the policy with this adapter merged,
 * ``tokenizer/``.
 
 * perhaps ``exported/``, a directory of the policy that is run instead of writing one,
@@ -50,11 +52,12 @@ KINDS = ("mean", "std", "q01", "q99")
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Replace all weights by random ones that are large enough for every part to have an effect."""
+    """Make trained weights random and large enough for every part to have an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            p.add_(0.1 * torch.randn(p.shape, generator=generator))
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn(p.shape, generator=generator))
 
 
 def shrink(modeling: Any) -> None:
@@ -118,7 +121,9 @@ def features(inputs: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]
     return observed | {"observation.state": state}, {"action": action}
 
 
-def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> None:
+def run(
+    folder: Path, config: Any, policy_class: Any, unused: str | None, peft: dict[str, Any] | None
+) -> None:
     """Write a policy of random weights, read it back and write its actions.
 
     Args:
@@ -126,6 +131,7 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         config: lerobot's configuration.
         policy_class: lerobot's class of the policy.
         unused: Part of the name of weights to remove from the file before it is read.
+        peft: Fields of peft's configuration of an adapter to write, None: of no adapter.
     """
     inputs = load_file(folder / "inputs.safetensors")
     # The processors name a tokenizer of the hub.
@@ -154,7 +160,15 @@ def run(folder: Path, config: Any, policy_class: Any, unused: str | None) -> Non
         remaining = {name: x for name, x in weights.items() if unused not in name}
         assert len(remaining) == len(weights) - 1, sorted(weights)
         save_file(remaining, out / "model.safetensors")
-    write_actions(folder, policy_class.from_pretrained(out), preprocess, postprocess)
+    policy = policy_class.from_pretrained(out)
+    if peft is not None:
+        policy.config.pretrained_path = out
+        adapted = policy.wrap_with_peft(peft_cli_overrides=peft)
+        randomize(adapted, seed=2)
+        for part in (adapted, policy.config, preprocess, postprocess):
+            part.save_pretrained(adapter)
+        policy = adapted.merge_and_unload()
+    write_actions(folder, policy, preprocess, postprocess)
 
 
 def read_adapter(folder: Path, policy_class: Any) -> Any:
@@ -179,30 +193,41 @@ def write_actions(folder: Path, policy: Any, preprocess: Any, postprocess: Any) 
     save_file({"action": postprocess(actions).float().contiguous()}, folder / "actions.safetensors")
 
 
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "pi0": (
+        configuration_pi0.PI0Config,
+        modeling_pi0.PI0Policy,
+        {"image_resolution": (16, 16)},
+    ),
+    "pi05": (
+        configuration_pi05.PI05Config,
+        modeling_pi05.PI05Policy,
+        {"image_resolution": (16, 16)},
+    ),
+    "smolvla": (
+        configuration_smolvla.SmolVLAConfig,
+        modeling_smolvla.SmolVLAPolicy,
+        {"resize_imgs_with_padding": (16, 16), "num_vlm_layers": 4},
+    ),
+}
+"""Name -> lerobot's classes of the configuration and the policy, and fields of small images."""
+
+
 def main() -> None:
-    """Run the family of the first argument."""
-    folder = Path(sys.argv[2])
-    torch.manual_seed(0)
-    observed, actions = features(load_file(folder / "inputs.safetensors"))
-    options = json.loads((folder / "options.json").read_text())
-    unused = options.pop("unused", None)
-    common = {"input_features": observed, "output_features": actions, "device": "cpu"} | options
-    if sys.argv[1] == "pi0":
-        shrink(modeling_pi0)
-        config = configuration_pi0.PI0Config(image_resolution=(16, 16), **common)
-        run(folder, config, modeling_pi0.PI0Policy, unused)
-    elif sys.argv[1] == "pi05":
-        shrink(modeling_pi05)
-        config = configuration_pi05.PI05Config(image_resolution=(16, 16), **common)
-        run(folder, config, modeling_pi05.PI05Policy, unused)
-    elif sys.argv[1] == "smolvla":
-        shrink_smolvla()
-        config = configuration_smolvla.SmolVLAConfig(
-            resize_imgs_with_padding=(16, 16), num_vlm_layers=4, **common
-        )
-        run(folder, config, modeling_smolvla.SmolVLAPolicy, unused)
-    else:
-        raise SystemExit(f"unknown family {sys.argv[1]}")
+    """Run the policies that the lines of the input name."""
+    shrink(modeling_pi0)
+    shrink(modeling_pi05)
+    shrink_smolvla()
+    for line in sys.stdin:
+        family, name = line.split()
+        folder, (config_class, policy_class, small) = Path(name), FAMILIES[family]
+        torch.manual_seed(0)
+        observed, actions = features(load_file(folder / "inputs.safetensors"))
+        options = json.loads((folder / "options.json").read_text())
+        others = [options.pop(name, None) for name in ("unused", "peft")]
+        common = {"input_features": observed, "output_features": actions, "device": "cpu"}
+        run(folder, config_class(**small, **common, **options), policy_class, *others)
+        print("done", flush=True)
 
 
 if __name__ == "__main__":

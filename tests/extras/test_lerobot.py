@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ pytestmark = pytest.mark.skipif(
     not PYTHON, reason="LEROBOT_PYTHON names no Python with lerobot: make test-lerobot"
 )
 
+Lerobot: TypeAlias = "Callable[[str, Path], Tensor]"
 B, H, N, A, STATE = 3, 6, 8, 4, 5
 """Rows, actions of the model's horizon, its padded dimensions, action dimensions, numbers of a
 state.
@@ -73,19 +75,40 @@ def write_inputs(folder: Path, **options: Any) -> dict[str, Tensor]:
     return obs | {"noise": noise}
 
 
+def environment() -> dict[str, str]:
+    """Return the variables of programs in lerobot's environment."""
+    variables = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    variables.pop("PYTHONPATH", None)
+    return variables
+
+
 def run_program(command: list[str]) -> None:
     """Run a program of another environment, which must succeed."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-def run_lerobot(family: str, folder: Path) -> Tensor:
-    """Let lerobot write the policy's directory and return its actions [B, H, A]."""
-    program = Path(__file__).with_name("lerobot_policies.py")
-    run_program([PYTHON, str(program), family, str(folder)])
-    return load_file(folder / "actions.safetensors")["action"]
+@pytest.fixture(scope="module")
+def lerobot() -> Iterator[Lerobot]:
+    """Let lerobot write or read the policy of a folder and return its actions [B, H, A]."""
+    command = [PYTHON, str(Path(__file__).with_name("lerobot_policies.py"))]
+    process = None
+
+    def run(family: str, folder: Path) -> Tensor:
+        nonlocal process
+        if process is None or process.poll() is not None:  # an error ended it
+            process = subprocess.Popen(
+                command, env=environment(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(f"{family} {folder}\n")
+        process.stdin.flush()
+        assert "done\n" in iter(process.stdout.readline, ""), "see the standard error"
+        return load_file(folder / "actions.safetensors")["action"]
+
+    yield run
+    if process is not None:
+        process.communicate()
 
 
 def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +153,11 @@ def act(policy: PI0, obs: dict[str, Tensor]) -> Tensor:
     return policy.act(inputs).action.view(B, H, A)
 
 
+def largest_difference(actions: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest expected action."""
+    return float((actions - expected).abs().max() / expected.abs().max())
+
+
 MEAN_STD = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "both embed_tokens and lm_head": ({}, {}, 1e-5),
@@ -139,6 +167,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
         {},
         1e-5,
     ),
+    "adapter of lerobot and peft": ({"peft": {"r": 4, "lora_alpha": 6}}, {}, 1e-5),
     "bfloat16": ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}, 1e-2),
 }
 """Options of lerobot, options of ours, and tolerance relative to the largest action."""
@@ -146,33 +175,50 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
 
 @pytest.mark.parametrize(
     ("family", "case"),
-    [*((family, case) for family in ("pi0", "pi05") for case in CASES), ("smolvla", "float32")],
+    [
+        *((family, case) for family in ("pi0", "pi05") for case in CASES),
+        *(("smolvla", case) for case in ("float32", "adapter of lerobot and peft")),
+    ],
 )
 def test_flow_policy(
-    family: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lerobot: Lerobot
 ) -> None:
     theirs, ours, tolerance = CASES.get(case, ({}, {}, 1e-5))
     sizes = {"chunk_size": H, "n_action_steps": H, "max_state_dim": N, "max_action_dim": N}
     obs = write_inputs(tmp_path / "run", **sizes, **theirs)
-    expected = run_lerobot(family, tmp_path / "run")
+    expected = lerobot(family, tmp_path / "run")
     small_sizes(monkeypatch)
-    folder = tmp_path / "run" / "policy"
-    actions = act(our_policy(folder, obs, FLOW_FAMILIES[family], **ours), obs)
-    difference = float((actions - expected).abs().max() / expected.abs().max())
+    folder = tmp_path / "run" / ("adapter" if "peft" in theirs else "policy")
+    policy = our_policy(folder, obs, FLOW_FAMILIES[family], **ours)
+    difference = largest_difference(act(policy, obs), expected)
     print(f"{family}, {case}: largest difference {difference:.2g}")
     assert expected.std() > 0.1 and difference < tolerance
+    if "peft" in theirs:
+        base = act(our_policy(tmp_path / "run" / "policy", obs, FLOW_FAMILIES[family]), obs)
+        effects = {"adapter": largest_difference(base, expected)}
+    else:  # each input has an effect, so that an error in its processing is a difference
+        effects = {
+            name: largest_difference(act(policy, obs | {name: obs[name].roll(1, 0)}), expected)
+            for name in SPEC
+        }
+    print({name: f"{effect:.2g}" for name, effect in effects.items()})
+    assert min(effects.values()) > 1e-3
 
 
 @pytest.mark.parametrize("family", FLOW_FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 4, "lora_alpha": 6.0}], ids=str)
 def test_lerobot_reads_what_was_exported(
-    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lerobot: Lerobot,
 ) -> None:
     """A policy with trained weights, or with the adapter that peft reads, acts there as here."""
     run = tmp_path / "run"
     sizes = {"chunk_size": H, "n_action_steps": H, "max_state_dim": N, "max_action_dim": N}
     obs = write_inputs(run, **sizes)
-    before = run_lerobot(family, run)
+    before = lerobot(family, run)
     small_sizes(monkeypatch)
     policy = our_policy(run / "policy", obs, FLOW_FAMILIES[family], **options)
     with torch.no_grad():
@@ -185,8 +231,7 @@ def test_lerobot_reads_what_was_exported(
         peft_files.save(parameters, run / "policy", run / "adapter", rank=4, alpha=6.0)
     else:
         policy.export(run / "policy", run / "exported")
-    actions = run_lerobot(family, run)
-    difference = float((actions - expected).abs().max() / expected.abs().max())
+    difference = largest_difference(lerobot(family, run), expected)
     print(f"{family}, exported with {options}: largest difference {difference:.2g}")
     assert (before - expected).abs().max() > 0.01 and difference < 1e-5
     if options:

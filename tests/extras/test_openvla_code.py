@@ -6,19 +6,23 @@ own; ``make test-openvla`` names it and the clones.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_openvla_checkpoint import tiny_config, write_openvla
+from tiny_openvla_checkpoint import tiny_config, tokenizer, write_heads, write_openvla
 from torch import Tensor
 
-from embodied_ppo.policies.checkpoint_files import pad_left
+from embodied_envs.types import ArraySpec, Box, ObsSpec
+from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.vla import openvla_files
-from embodied_ppo.policies.vla.openvla import EMPTY, Embedded, OpenVLA, OpenVLABody
+from embodied_ppo.policies.vla.openvla import OpenVLABody
+from embodied_ppo.policies.vla.pretrained import CheckpointVLA, RegressionVLA
 
 PYTHON = os.environ.get("OPENVLA_PYTHON", "")
 CLONES = {
@@ -30,7 +34,8 @@ pytestmark = pytest.mark.skipif(
     reason="OPENVLA_PYTHON, OPENVLA_CLONE and OPENVLA_OFT_CLONE are not set: make test-openvla",
 )
 
-B, C, A, SIDE = 3, 8, 7, 32
+B, C, A, SIDE, STATE = 3, 8, 7, 32, 8
+TASKS = ("push the RED_block", "reach the blue block, please", "Lift it")
 STATS = {
     "q01": [0.1 * i - 0.9 for i in range(A)],
     "q99": [0.2 * i + 0.5 for i in range(A)],
@@ -44,15 +49,24 @@ CONFIG = tiny_config(
     image_size=SIDE,
     norm_stats={"robot": {"action": STATS}},
 )
+PREPROCESSOR: dict[str, Any] = {
+    "use_fused_vision_backbone": True,
+    "image_resize_strategy": "resize-naive",
+    "input_sizes": [[3, SIDE, SIDE]] * 2,
+    "interpolations": ["bicubic"] * 2,
+    "means": [[0.4844, 0.4551, 0.4063], [0.5, 0.5, 0.5]],
+    "stds": [[0.2285, 0.2236, 0.2246], [0.5, 0.5, 0.5]],
+}
 
 
-def write_policy(folder: Path) -> OpenVLABody:
+def write_policy(folder: Path) -> None:
     """Write random weights. Logits of other words are 0, so that the best word is an action."""
     torch.manual_seed(0)
     body = OpenVLABody(CONFIG)
     with torch.no_grad():
-        for p in body.parameters():
-            p.add_(0.1 * torch.randn_like(p))
+        # Large enough for images and words to change the best words at all placeholders.
+        for name, p in body.named_parameters():
+            p.add_((0.4 if "model.layers" in name else 0.1) * torch.randn_like(p))
         body.dino.embeddings.position_embeddings[:, 0] = 0  # timm has none there
         head, last = body.language_model.lm_head.weight, CONFIG.vocab_size
         actions = 10 * head[last - CONFIG.action_bins : last]
@@ -60,30 +74,30 @@ def write_policy(folder: Path) -> OpenVLABody:
         head[last - CONFIG.action_bins : last] = actions
         body.language_model.model.embed_tokens.weight.mul_(5)
     write_openvla(body, folder)
-    return body
-
-
-def our_bins(model: OpenVLA, context: Embedded, decode: str) -> Tensor:
-    """Return the most likely bins [B, C A] or [B, A]."""
-    if decode == "parallel":
-        return model.logits(model.hidden(context, None)).argmax(-1)
-    hidden, cache = model.start(context)
-    bins = [model.logits(hidden).argmax(-1)]
-    while len(bins) < A:
-        bins.append(model.logits(model.next(bins[-1], cache)).argmax(-1))
-    return torch.stack(bins, dim=1)
+    tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PREPROCESSOR))
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("decode", CLONES)
-def test_actions(decode: str, tmp_path: Path) -> None:
-    body = write_policy(tmp_path / "policy")
+@pytest.mark.parametrize(
+    ("decode", "head"),
+    [("autoregressive", "tokens"), ("parallel", "tokens"), ("parallel", "regression")],
+)
+def test_actions(decode: str, head: str, tmp_path: Path) -> None:
+    """Sentences, images and states give the actions of the publishers' evaluation on LIBERO."""
+    folder = tmp_path / "policy"
+    write_policy(folder)
+    cameras = ("agentview", "wrist") if head == "regression" else ("agentview",)
+    if head == "regression":
+        write_heads(folder, state=STATE, width=32, size=A)
     generator = torch.Generator().manual_seed(1)
-    images = torch.randint(0, 256, (B, 3, SIDE, SIDE), generator=generator, dtype=torch.uint8)
-    words = [torch.randint(3, 31000, (5 + 4 * i,), generator=generator) for i in range(B)]
-    prompts = [[1, *x.tolist(), EMPTY] for x in words]
-    inputs = {f"ids{i}": torch.tensor([x]) for i, x in enumerate(prompts)}
-    save_file(inputs | {"pixels": body.pixels(images)}, tmp_path / "inputs.safetensors")
+    shape = (B, len(cameras), 3, SIDE, SIDE)
+    images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    other = torch.randint(0, 256, (3, 40, 56), generator=generator, dtype=torch.uint8)
+    state = 2 * torch.randn(B, STATE, generator=generator)
+    inputs = {"images": images, "state": state, "other": other}
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    (tmp_path / "tasks.json").write_text(json.dumps(TASKS))
     program = Path(__file__).with_name("openvla_actions.py")
     command = [PYTHON, str(program), CLONES[decode], str(tmp_path), decode]
     environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
@@ -91,18 +105,37 @@ def test_actions(decode: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     expected = load_file(tmp_path / "actions.safetensors")
 
-    ids, mask = pad_left(prompts, CONFIG.pad_token_id)
-    model = OpenVLA(body, None, actions=C * A)
-    context = model.embed_prompt(model.encode_images(images), ids, mask)
-    bins = our_bins(model, context, decode)
-    actions = openvla_files.ActionTokens.from_config(CONFIG).actions(bins.view(B, -1, A))
-    theirs = torch.stack([expected[f"actions{i}"] for i in range(B)]).view_as(actions)
-    difference = float((actions - theirs).abs().max() / theirs.abs().max())
-    print(f"OpenVLA, {decode}: largest difference of actions {difference:.2g}")
-    assert theirs.std() > 0.1 and difference < 1e-5
-    if decode == "parallel":
-        hidden = model.hidden(context, None)
-        states = torch.stack([expected[f"hidden{i}"] for i in range(B)])
-        difference = float((hidden - states).abs().max() / states.abs().max())
-        print(f"OpenVLA, {decode}: largest difference of hidden states {difference:.2g}")
-        assert difference < 1e-5
+    chunk = expected["actions"].shape[1]
+    spec: ObsSpec = {name: ArraySpec((3, SIDE, SIDE), torch.uint8) for name in cameras}
+    spec |= {"state": ArraySpec((STATE,)), "instruction": ArraySpec((), torch.int64)}
+    obs = {name: images[:, i] for i, name in enumerate(cameras)}
+    obs |= {"state": state, "instruction": torch.arange(B)}
+    options: dict[str, Any] = {"policy": "gaussian" if head == "regression" else "token"}
+    options |= {"decode": decode}
+    config = ModelConfig(checkpoint=str(folder), **options)
+    box = Box((-1.0,) * (chunk * A), (1.0,) * (chunk * A))
+    policy_class = RegressionVLA if head == "regression" else CheckpointVLA
+    # LIBERO's gripper closes with 1.
+    ours = policy_class(spec, box, config, chunk=chunk, sentences=TASKS, mapping="clip", closes=1.0)
+
+    def act(obs: dict[str, Tensor]) -> Tensor:
+        return ours.act(ours.encode(obs)).action.view(B, chunk, A)
+
+    largest = expected["actions"].abs().max()
+    difference = float((act(obs) - expected["actions"]).abs().max() / largest)
+    print(f"OpenVLA, {decode}, {head}: largest difference of actions {difference:.2g}")
+    read = [name for name in spec if name != "state" or head == "regression"]
+    changed = {name: act(obs | {name: obs[name].roll(1, 0)}) for name in read}
+    effects = {
+        n: float((x - expected["actions"]).abs().max() / largest) for n, x in changed.items()
+    }
+    print({name: f"{effect:.2g}" for name, effect in effects.items()})
+    assert chunk == (C if decode == "parallel" else 1) and expected["actions"].std() > 0.1
+    assert difference < 1e-5 and min(effects.values()) > 1e-3
+    # Resized images: within one of the 255 levels of Pillow's integers.
+    pixels = openvla_files.load(folder, policy=config.policy).pixels(other[None])
+    stds = torch.tensor(PREPROCESSOR["stds"]).flatten()[:, None, None]
+    levels = 255 * stds * (pixels - expected["pixels"]).abs()
+    share = float((levels > 0.5).float().mean())
+    print(f"OpenVLA, {decode}: {share:.2g} of the pixels differ, by at most {levels.max():.2f}")
+    assert levels.max() < 1.01 and share < 0.05
