@@ -76,7 +76,7 @@ def check(data: Demonstrations, episodes: int = 5) -> None:
 
 # --------------------------------------------------------------------------------------- round trip
 @pytest.mark.slow
-def test_recorded_episodes_are_read(tmp_path: Path) -> None:
+def test_recorded_episodes_are_read(tmp_path) -> None:
     folder = record(tmp_path)
     data = read(folder)
     check(data)
@@ -88,7 +88,7 @@ def test_recorded_episodes_are_read(tmp_path: Path) -> None:
     check(read(folder, limit=3), 3)
 
 
-def test_the_layout_follows_lerobot(tmp_path: Path) -> None:
+def test_the_layout_follows_lerobot(tmp_path) -> None:
     """Files and fields according to LeRobot's documentation of v3.0."""
     record(tmp_path)
     info = json.loads((tmp_path / "meta/info.json").read_text())
@@ -123,7 +123,7 @@ def test_the_layout_follows_lerobot(tmp_path: Path) -> None:
     assert tasks.schema.pandas_metadata["index_columns"] == ["task"]
 
 
-def test_statistics_of_all_frames(tmp_path: Path) -> None:
+def test_statistics_of_all_frames(tmp_path) -> None:
     record(tmp_path)
     stats = json.loads((tmp_path / "meta/stats.json").read_text())
     state = np.concatenate([episode(i)["state"] for i in range(5)]).astype(np.float64)
@@ -141,7 +141,7 @@ def test_statistics_of_all_frames(tmp_path: Path) -> None:
 
 # ------------------------------------------------------------------------------------------- resume
 @pytest.mark.slow
-def test_recording_continues_in_an_existing_folder(tmp_path: Path) -> None:
+def test_recording_continues_in_an_existing_folder(tmp_path) -> None:
     record(tmp_path / "once")
     for episodes in (0, 2, 3, 5):  # a file with one episode in the middle
         record(tmp_path / "parts", episodes)
@@ -167,7 +167,7 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_a_killed_recording_loses_the_incomplete_file_only(tmp_path: Path) -> None:
+def test_a_killed_recording_loses_the_incomplete_file_only(tmp_path) -> None:
     code = KILLED.format(tests=str(Path(__file__).parents[2]), folder=str(tmp_path))
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -188,7 +188,7 @@ def test_a_killed_recording_loses_the_incomplete_file_only(tmp_path: Path) -> No
     check(read(record(tmp_path)))
 
 
-def test_other_options_are_refused(tmp_path: Path) -> None:
+def test_other_options_are_refused(tmp_path) -> None:
     record(tmp_path, 1)
     with pytest.raises(ConfigError, match=r"fps.*20.*10"):
         Writer(tmp_path, **{**OPTIONS, "fps": 10})
@@ -203,7 +203,7 @@ def test_other_options_are_refused(tmp_path: Path) -> None:
     ("change", "message"),
     [({"action": np.array([[0, 0], [0, 0], [0, np.nan], [0, 0]])}, r"frame 2: action \[1\]")],
 )
-def test_invalid_episodes_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_invalid_episodes_are_refused(tmp_path, change: dict[str, Any], message: str) -> None:
     with Writer(tmp_path, **OPTIONS) as writer:
         with pytest.raises(ConfigError, match=message):
             writer.add(**{**episode(0), **change})
@@ -316,12 +316,12 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def good(tmp_path_factory) -> Path:
     return record(tmp_path_factory.mktemp("good"))
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_invalid_data_sets_are_refused(good: Path, tmp_path: Path, name: str) -> None:
+def test_invalid_data_sets_are_refused(good: Path, tmp_path, name: str) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "bad"))
     spoil, message = BAD[name]
     spoil(folder)
@@ -330,9 +330,7 @@ def test_invalid_data_sets_are_refused(good: Path, tmp_path: Path, name: str) ->
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_data_sets_larger_than_the_memory_are_refused(
-    good: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_data_sets_larger_than_the_memory_are_refused(good: Path, monkeypatch) -> None:
     # 25 frames of 1172 bytes are 29300 bytes.
     monkeypatch.setattr(lerobot_reader, "free_memory", lambda: 20000.0)
     message = (
@@ -370,7 +368,7 @@ def test_a_stream_returns_each_frame_in_a_random_order(good: Path, size: int) ->
     assert counts[counts > 0].shape == (12,) and counts[counts > 0].min() > 10
 
 
-def test_cameras_episodes_and_rate_of_a_folder(good: Path, tmp_path: Path) -> None:
+def test_cameras_episodes_and_rate_of_a_folder(good: Path, tmp_path) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "depth"))
     features = json.loads((folder / "meta/info.json").read_text())["features"]
     depth = {"dtype": "video", "shape": [480, 640, 1]}  # without files
@@ -455,7 +453,7 @@ def version_2(
     return folder
 
 
-def test_images_execute_no_programs_and_are_not_decompressed(tmp_path: Path) -> None:
+def test_images_execute_no_programs_and_are_not_decompressed(tmp_path) -> None:
     """Covers PostScript, for which Pillow starts Ghostscript, and a small file of many pixels."""
     eps = (
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 24 16\n%%EndComments\n(x)"
@@ -474,7 +472,7 @@ def test_images_execute_no_programs_and_are_not_decompressed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", ["video", "image"])
-def test_v2_1_is_read(tmp_path: Path, kind: str) -> None:
+def test_v2_1_is_read(tmp_path, kind: str) -> None:
     """Data as LeRobot wrote them until 2025: images in lossy videos, or in the tables."""
     lengths, colour = list(LENGTHS[:3]), lambda i: (40 * i + 10, 100, 200 - 30 * i)
     pictures = [

@@ -83,7 +83,7 @@ def chat_tokenizer(tokenizer: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------ layouts
-def test_gsm8k(tmp_path: Path) -> None:
+def test_gsm8k(tmp_path) -> None:
     rows = read_rows(write(tmp_path / "train.jsonl", GSM8K))
     assert [r.ground_truth for r in rows] == ["1200", "-5"]
     assert {(r.data_source, r.suffix) for r in rows} == {("openai/gsm8k", GSM8K_SUFFIX)}
@@ -92,7 +92,7 @@ def test_gsm8k(tmp_path: Path) -> None:
     assert GSM8K_SUFFIX == ' Let\'s think step by step and output the final answer after "####".'
 
 
-def test_plain_rows(tmp_path: Path) -> None:
+def test_plain_rows(tmp_path) -> None:
     file = write(tmp_path / "sums.jsonl", [{"prompt": "1+1=", "answer": 2, "level": "easy"}])
     (row,) = read_rows(file)
     assert (row.prompt, row.ground_truth, row.data_source, row.suffix) == ("1+1=", "2", "sums", "")
@@ -145,7 +145,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any, str]] = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layouts_of_other_trainers(name: str, tmp_path: Path) -> None:
+def test_layouts_of_other_trainers(name: str, tmp_path) -> None:
     row, prompt, truth = LAYOUTS[name]
     (read,) = read_rows(write(tmp_path / "f.jsonl", [row]))
     assert (read.prompt, read.ground_truth) == (prompt, truth)
@@ -159,7 +159,7 @@ def test_layouts_of_other_trainers(name: str, tmp_path: Path) -> None:
         {"prompt": [USER], "reward_model": {"ground_truth": " "}},
     ],
 )
-def test_rows_without_an_answer(row: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_without_an_answer(row: dict[str, Any], tmp_path) -> None:
     file = write(tmp_path / "f.jsonl", [row])
     (read,) = read_rows(file, needs_answer=False)
     assert read.ground_truth == "" and read.prompt in ("q", [USER])
@@ -167,7 +167,7 @@ def test_rows_without_an_answer(row: dict[str, Any], tmp_path: Path) -> None:
         read_rows(file)
 
 
-def test_verl_rows_in_every_format(tmp_path: Path) -> None:
+def test_verl_rows_in_every_format(tmp_path) -> None:
     expected = [([{"role": "user", "content": f"What is {i}+1?"}], str(i + 1)) for i in range(3)]
     array = tmp_path / "a.json"
     array.write_text(json.dumps(VERL, indent=1))
@@ -179,7 +179,7 @@ def test_verl_rows_in_every_format(tmp_path: Path) -> None:
     assert read_rows(array)[2].location == f"{array} row 2"
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet(tmp_path) -> None:
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
@@ -195,7 +195,7 @@ def test_parquet(tmp_path: Path) -> None:
         read_rows(file)
 
 
-def test_several_files_and_directories(tmp_path: Path) -> None:
+def test_several_files_and_directories(tmp_path) -> None:
     for name in ("b", "a"):
         write(tmp_path / f"{name}.jsonl", [{"prompt": name, "answer": "1"}] * 2)
     write(tmp_path / "c.txt", [{"prompt": "c", "answer": "1"}])
@@ -205,7 +205,7 @@ def test_several_files_and_directories(tmp_path: Path) -> None:
     assert [r.weight for r in rows] == [3, 0.5, 0.5, 0.5, 0.5]
 
 
-def test_unusual_line_ends(tmp_path: Path) -> None:
+def test_unusual_line_ends(tmp_path) -> None:
     """Covers a byte order mark, blank lines, line ends of Windows, and U+2028, which is none."""
     file = tmp_path / "odd.jsonl"
     rows = '{"prompt": "a\u2028b", "answer": "1"}', "", '{"prompt": "c", "answer": "2"}', ""
@@ -232,12 +232,12 @@ ROW = '{"prompt": "p", "answer": "1"}'
         ('{"prompt": "p", "reward_model": "rule"}', r"f\.jsonl:1.*reward_model\.ground_truth"),
     ],
 )
-def test_invalid_rows_are_refused(tmp_path: Path, text: str, named: str) -> None:
+def test_invalid_rows_are_refused(tmp_path, text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read_rows(lines(tmp_path / "f.jsonl", text))
 
 
-def test_invalid_paths_are_refused(tmp_path: Path) -> None:
+def test_invalid_paths_are_refused(tmp_path) -> None:
     write(tmp_path / "train.jsonl", GSM8K)
     with pytest.raises(ConfigError, match=r"trian\.jsonl.*train\.jsonl"):
         read_rows(tmp_path / "trian.jsonl")
@@ -256,7 +256,7 @@ def load(file: Path, tokenizer: Any, **options: Any) -> tuple[list[Prompt], int]
     return load_prompts(file, tokenizer, DataConfig(**options), prompt_length=length)
 
 
-def test_plain_prompts(tokenizer: Any, tmp_path: Path) -> None:
+def test_plain_prompts(tokenizer: Any, tmp_path) -> None:
     rows = [{"prompt": p, "answer": "x", "level": 1} for p in ("1+1=", "10+10=", "2=")]
     file = write(tmp_path / "sums.jsonl", rows)
     prompts, dropped = load(file, tokenizer, prompt_length=5)
@@ -266,7 +266,7 @@ def test_plain_prompts(tokenizer: Any, tmp_path: Path) -> None:
     assert (first.ground_truth, first.data_source, first.extra) == ("x", "sums", {"level": 1})
 
 
-def test_chat_prompts(chat_tokenizer: Any, tmp_path: Path) -> None:
+def test_chat_prompts(chat_tokenizer: Any, tmp_path) -> None:
     file = write(tmp_path / "train.jsonl", GSM8K)
     prompts, dropped = load(file, chat_tokenizer)
     question = GSM8K[1]["question"] + GSM8K_SUFFIX
@@ -283,7 +283,7 @@ def test_chat_prompts(chat_tokenizer: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "<think>\n", "<think>\n\n</think>\n\n"])
 def test_start_of_a_response_that_the_template_writes(
-    prefix: str, chat_tokenizer: Any, tmp_path: Path
+    prefix: str, chat_tokenizer: Any, tmp_path
 ) -> None:
     chat_tokenizer.chat_template = (
         "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}|{% endfor %}"
@@ -297,7 +297,7 @@ def test_start_of_a_response_that_the_template_writes(
     assert prompt.prefix == "" and not prompt.templated
 
 
-def test_messages(chat_tokenizer: Any, tmp_path: Path) -> None:
+def test_messages(chat_tokenizer: Any, tmp_path) -> None:
     messages = (("user", "a"), ("assistant", "b"), ("user", "c"))
     chat = [{"role": role, "content": content} for role, content in messages]
     file = write(tmp_path / "f.jsonl", [{"prompt": chat, "answer": "1"}])
@@ -307,7 +307,7 @@ def test_messages(chat_tokenizer: Any, tmp_path: Path) -> None:
     assert prompt.text == "a\nb\nc"
 
 
-def test_prompts_that_do_not_fit_the_tokenizer_are_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_the_tokenizer_are_refused(tokenizer: Any, tmp_path) -> None:
     rows = [{"prompt": "12345678"[:n], "answer": "1"} for n in (8, 6, 7)]
     file = write(tmp_path / "f.jsonl", rows)
     message = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,7 +106,7 @@ def test_grades(source: str, response: str, truth: str, expected: tuple[Any, ...
 
 
 # ------------------------------------------------------------------------------------------- tokens
-def test_a_character_is_a_token(tmp_path: Path) -> None:
+def test_a_character_is_a_token(tmp_path) -> None:
     assert len(VOCABULARY) == len(TOKENIZER) == 24
     TOKENIZER.save_pretrained(tmp_path)
     for tok in (TOKENIZER, AutoTokenizer.from_pretrained(tmp_path)):

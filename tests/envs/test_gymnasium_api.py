@@ -244,7 +244,7 @@ def test_the_trainer_names_our_tasks_by_their_own_ids() -> None:
     assert not any("embodied/" in name for name in gymnasium_env.ids())
 
 
-def test_absent_envpool_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_envpool_is_named(monkeypatch) -> None:
     monkeypatch.setattr(envpool_env, "find_spec", lambda name: None)
     monkeypatch.setattr(envpool_env, "ids", list)
     with pytest.raises(EnvError, match="EnvPool is not installed: pip install envpool"):

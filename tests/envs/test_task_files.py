@@ -65,7 +65,7 @@ SMALL = {
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def project(tmp_path, monkeypatch) -> Iterator[Path]:
     """A folder with a task that can be imported during the test."""
     folder = tmp_path / "project"
     for name, text in FILES.items():
@@ -108,12 +108,7 @@ def test_task_files_include_modules_models_and_named_files(project: Path) -> Non
 
 # -------------------------------------------------------------------------------------------- a run
 @pytest.mark.slow
-def test_changed_task_is_reported(
-    project: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_changed_task_is_reported(project: Path, tmp_path, monkeypatch, capfd) -> None:
     """The reward per step is 1 in training and 3 after the change; an episode has 10 steps."""
     run_dir = tmp_path / "run"
     config = replace(loader.load(Config, SMALL), run_dir=str(run_dir))
@@ -163,7 +158,7 @@ def test_changed_task_is_reported(
     assert not list((run_dir / "task").rglob("__pycache__"))
 
 
-def test_other_processes_execute_the_files_of_the_run_start(project: Path, tmp_path: Path) -> None:
+def test_other_processes_execute_the_files_of_the_run_start(project: Path, tmp_path) -> None:
     """Examples are a restarted worker, and the process that renders a video, after an edit."""
     task = collect()
     task.save(tmp_path)
@@ -188,7 +183,7 @@ def test_other_processes_execute_the_files_of_the_run_start(project: Path, tmp_p
         replace(received, store=tmp_path / "nowhere").activate()
 
 
-def test_damaged_copies_are_rejected(project: Path, tmp_path: Path) -> None:
+def test_damaged_copies_are_rejected(project: Path, tmp_path) -> None:
     task = collect().save(tmp_path)
     assert task.store is not None
     manifest = task.store / task_files.MANIFEST

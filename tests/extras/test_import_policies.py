@@ -24,9 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("library", ["sb3", "rsl_rl", "cleanrl"])
-def test_actions_equal_those_of_the_library(
-    library: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_actions_equal_those_of_the_library(library: str, tmp_path, capsys) -> None:
     """Deterministic actions within 1e-6, on three tasks; the values, too."""
     python = ENVIRONMENTS / library / "bin" / "python"
     if not python.exists():

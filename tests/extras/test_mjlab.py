@@ -25,7 +25,7 @@ def make(id: str = BALANCE, n: int = 4, seeds: list[int] | None = None, **option
     return MjlabEnv(id, AdapterOptions(num_envs=n, seeds=seeds or list(range(n)), **options))
 
 
-def test_cartpole_satisfies_the_contract(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cartpole_satisfies_the_contract(capsys) -> None:
     report = check_env(lambda seeds: make(seeds=seeds, max_episode_steps=10), steps=25)
     assert (report.episodes, report.longest, report.rows, report.seeded) == (8, 10, 100, True)
     assert report.notes == (

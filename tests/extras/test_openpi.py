@@ -42,7 +42,7 @@ print(json.dumps([shape, refusal, 1e3 / float(np.mean(total)), added]))
 
 @pytest.mark.parametrize(("write", "shape"), [(write_mlp, [1, 6]), (write_pi0, [2, 4])])
 def test_the_client_gets_chunks_of_actions(
-    write: Callable[[Path], Path], shape: list[int], tmp_path: Path
+    write: Callable[[Path], Path], shape: list[int], tmp_path
 ) -> None:
     run = write(tmp_path / "run")
     with started("embodied_ppo.commands.main", "serve", str(run), "--port", "0") as address:

@@ -37,7 +37,7 @@ Points = dict[str, list[tuple[int, float]]]
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def offline(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
@@ -118,9 +118,7 @@ def mlflow_points(client: MlflowClient, id: str) -> Points:
 
 
 # --------------------------------------------------------------------------------------------- runs
-def test_both_tools_store_tags_options_and_summary(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_tools_store_tags_options_and_summary(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "robots")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "robots")
     monkeypatch.setenv("WANDB_NAME", "first")
@@ -154,7 +152,7 @@ def test_both_tools_store_tags_options_and_summary(
     assert data.tags["run_dir"] == str(run_dir) and data.params["algorithm.horizon"] == "4"
 
 
-def test_resumed_run_continues_the_tracked_runs(tmp_path: Path) -> None:
+def test_resumed_run_continues_the_tracked_runs(tmp_path) -> None:
     run_dir = train(tmp_path / "run", save_every=2)
     (run_dir / "summary.json").unlink()  # as after a loss of power
     (run_dir / "checkpoints" / "step_000003").rename(tmp_path / "lost")
@@ -179,7 +177,7 @@ def test_resumed_run_continues_the_tracked_runs(tmp_path: Path) -> None:
     assert client.get_run(id).info.status == "FINISHED"
 
 
-def test_names_tables_and_videos(tmp_path: Path) -> None:
+def test_names_tables_and_videos(tmp_path) -> None:
     config = run_helpers.tiny_config({**TRAIN, **BOTH})
     lines: list[str] = []
     started = trackers.start(config, tmp_path, {"a,b": {}}, lines.append, resumed=False)

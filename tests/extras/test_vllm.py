@@ -32,9 +32,7 @@ SAMPLING = Sampling(12, temperature=0.8, stop_ids=(2, *range(30, 34)))
 
 
 @pytest.fixture(scope="module")
-def policy_and_engine(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[LanguagePolicy, VllmEngine]]:
+def policy_and_engine(tmp_path_factory) -> Iterator[tuple[LanguagePolicy, VllmEngine]]:
     # Sizes that vLLM's CPU kernels support.
     sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
     policy = make(tie_word_embeddings=True, **sizes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -273,9 +272,7 @@ def test_registered_user_environment(mode: str) -> None:
     )
 
 
-def test_module_before_the_colon_is_imported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_module_before_the_colon_is_imported(tmp_path, monkeypatch) -> None:
     (tmp_path / "my_tasks_for_test.py").write_text(
         "import gymnasium\nfrom gymnasium.envs.classic_control import"
         " CartPoleEnv\ngymnasium.register('MyPole-v0', CartPoleEnv, max_episode_steps=3)\n"

@@ -106,9 +106,7 @@ def test_unequal_infos_become_curves(autoreset: str, mode: str, chunk: int) -> N
         assert 1.9 < metrics["env/term"].value < 2.4
 
 
-def test_extras_of_batched_environments_become_curves(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extras_of_batched_environments_become_curves(tmp_path, monkeypatch) -> None:
     """legged_gym reports means over the episodes that ended; a resumed run continues exactly."""
     original = torch_tasks.Cart.step
 

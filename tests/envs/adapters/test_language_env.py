@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,7 +179,7 @@ FILES = {
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def install(tmp_path, monkeypatch) -> Any:
     """Return a function that installs a package of FILES."""
 
     def write(name: str) -> None:
@@ -232,7 +231,7 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, int]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_named_simulator_has_images_sentences_and_success(
-    name: str, install: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, install: Any, tmp_path, monkeypatch
 ) -> None:
     install(name)
     (tmp_path / "D" / "validation").mkdir(parents=True)

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,7 +40,7 @@ class Large(Hanging):
 
 
 @pytest.fixture
-def address(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: Any) -> Iterator[str]:
+def address(request, tmp_path, monkeypatch) -> Iterator[str]:
     """Address of a server of the task that the test names."""
     (tmp_path / "hanging_tasks.py").write_text(TASKS)
     monkeypatch.setenv("PYTHONPATH", ":".join([str(tmp_path), *sys.path]))
@@ -126,7 +125,7 @@ def test_a_failing_or_hanging_simulator_is_one_line(address: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "request_type"), [("Large", "reset"), ("Hanging", "step")])
 def test_interrupt_ends_the_server_of_a_frozen_client(
-    task: str, request_type: str, tmp_path: Path
+    task: str, request_type: str, tmp_path
 ) -> None:
     """The client reads no answer, or the simulator does not return."""
     (tmp_path / "hanging_tasks.py").write_text(TASKS)
@@ -151,7 +150,7 @@ def test_interrupt_ends_the_server_of_a_frozen_client(
     client.close()
 
 
-def test_missing_server_is_named_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_server_is_named_with_its_command(capsys) -> None:
     start = r"embodied_envs\.env_server CartPole-v1"
     with pytest.raises(EnvError, match=start):
         make("CartPole-v1", "remote", kwargs={"address": "127.0.0.1:9"})

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import fake_libero
 import pytest
@@ -25,7 +24,7 @@ import pytest
     ids=["libero", "gymnasium"],
 )
 def test_a_signal_to_the_process_group_saves_a_checkpoint(
-    number: signal.Signals, env: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals, env: list[str], tmp_path, monkeypatch
 ) -> None:
     """A terminal and batch systems send signals to all processes of a command."""
     fake_libero.install(tmp_path / "packages", monkeypatch)

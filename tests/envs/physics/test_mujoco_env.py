@@ -107,7 +107,7 @@ def test_contract(id: str, options: dict[str, Any]) -> None:
     assert report.seeded and report.longest == 17 and report.episodes > 10 and not report.notes
 
 
-def test_threads_and_batch_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_and_batch_agree(monkeypatch) -> None:
     options = {
         "randomize": True,
         "ranges": {"gravity": [0.5, 2.0], "friction": [0.5, 2.0]},
@@ -195,7 +195,7 @@ def test_a_saved_state_continues_bit_for_bit(id: str) -> None:
 
 # ----------------------------------------------------------------------------------------- failures
 @pytest.mark.parametrize("batch", [True, False], ids=["batch", "threads"])
-def test_unstable_world_is_reset_and_counted(batch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unstable_world_is_reset_and_counted(batch: bool, monkeypatch) -> None:
     if not batch:
         monkeypatch.setattr(mujoco_cpu, "Batch", None)
     env, calm = make(action_mapping="none"), make(action_mapping="none")
@@ -246,7 +246,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "message"), MISTAKES, ids=range(len(MISTAKES)))
 def test_mistake_in_a_task_is_reported_by_name(
-    name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    name: str, value: Any, message: str, monkeypatch
 ) -> None:
     monkeypatch.setattr(toy_envs.Balance, name, value)
     if message == "xpos":

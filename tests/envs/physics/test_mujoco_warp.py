@@ -231,7 +231,7 @@ def test_unstable_world_is_reset_without_effect_on_others() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("error:.*runs without torch.compile")
 @pytest.mark.parametrize("name", ["Go1Joystick", "Tabletop"])
-def test_fused_functions_equal_the_tasks_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fused_functions_equal_the_tasks_own(name: str, monkeypatch) -> None:
     """torch.compile traces start, result and observation of a step, but generates no code."""
     eager = make(name, 3, max_episode_steps=4)
     run_helpers.trace_only(monkeypatch)
@@ -349,7 +349,7 @@ ROBOT: dict[str, Any] = {
 """Pushes, encoder errors and motor strengths."""
 
 
-def test_pushes_and_encoder_errors_equal_the_cpu_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pushes_and_encoder_errors_equal_the_cpu_engines(monkeypatch) -> None:
     monkeypatch.setattr(mujoco_env, "PUSH_INTERVAL_S", (0.04, 0.1))
     cpu, gpu = make(**ROBOT, simulator="mujoco"), make(**ROBOT)
     assert compare(cpu, gpu, 7, 1e-4) == 28

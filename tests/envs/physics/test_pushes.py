@@ -19,7 +19,7 @@ XY = slice(6, 8)
 
 
 @pytest.fixture(autouse=True)
-def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_interval(monkeypatch) -> None:
     """Push after 5 to 10 control steps of 20 ms."""
     monkeypatch.setattr(mujoco_env, "PUSH_INTERVAL_S", (0.1, 0.2))
 
@@ -71,7 +71,7 @@ def test_base_velocity_changes_by_the_size_at_the_interval(stage: str) -> None:
     assert not v[:, :, :6].any() and float(v[:, :, 8:].abs().max()) < 1e-12
 
 
-def test_fixed_size_equals_a_hand_made_change_of_velocity(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fixed_size_equals_a_hand_made_change_of_velocity(monkeypatch) -> None:
     """Base velocity (0, 0) and a push of 0.5 m/s in direction u give 0.5 u in all bodies."""
     monkeypatch.setattr(mujoco_env, "PUSH_INTERVAL_S", (0.1, 0.1))
     env = make(1, realism={"push_velocity": 0.5})

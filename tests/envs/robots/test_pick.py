@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mujoco
 import pytest
 import torch
@@ -38,9 +36,7 @@ class Pick(PickTask):
 
 
 @pytest.mark.parametrize("file", ARMS)
-def test_a_closed_gripper_holds_the_cube_and_an_open_one_drops_it(
-    file: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_closed_gripper_holds_the_cube_and_an_open_one_drops_it(file: str, monkeypatch) -> None:
     monkeypatch.setattr(Pick, "mjcf", asset_file(file), raising=False)
     preparation = Preparation(floor=file == ROBOTIQ, step_s=0.005)
     monkeypatch.setattr(Pick, "preparation", preparation)
@@ -75,7 +71,7 @@ def test_a_closed_gripper_holds_the_cube_and_an_open_one_drops_it(
     env.close()
 
 
-def test_robots_without_arm_gripper_or_ground_are_refused(tmp_path: Path) -> None:
+def test_robots_without_arm_gripper_or_ground_are_refused(tmp_path) -> None:
     dog = mujoco.MjModel.from_xml_string(QUADRUPED)
     hand = mujoco.MjModel.from_xml_path(
         str(asset_file("mujoco_menagerie/leap_hand/right_hand.xml"))

@@ -35,7 +35,7 @@ class Stay(RobotTask):
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path, monkeypatch) -> Path:
     path = tmp_path / "robot.xml"
     path.write_text(QUADRUPED)
     monkeypatch.setattr(Stay, "mjcf", path, raising=False)
@@ -143,7 +143,7 @@ def test_ends_are_a_tenth_beyond_the_range_and_half_the_height(file: Path) -> No
     env.close()
 
 
-def test_floor_and_scale_of_the_action(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_floor_and_scale_of_the_action(file: Path, monkeypatch) -> None:
     floor = '<geom name="floor" type="plane" size="5 5 .1"/>'
     file.write_text(QUADRUPED.replace(floor, ""))
     assert RobotModel(Preparation().prepare(file).compile()).ground is None

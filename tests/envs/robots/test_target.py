@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -41,9 +40,7 @@ def make(task: str, **options: object) -> MujocoEnv:
     return env
 
 
-def test_drone_reads_the_vector_to_the_target_in_its_own_frame(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drone_reads_the_vector_to_the_target_in_its_own_frame(tmp_path, monkeypatch) -> None:
     (tmp_path / "drone.xml").write_text(DRONE)
     monkeypatch.setattr(Hover, "mjcf", tmp_path / "drone.xml", raising=False)
     env = make("Hover", commands={"x": [1.0, 1.0], "y": [0.0, 0.0], "z": [0.5, 0.5]})
@@ -73,7 +70,7 @@ def test_drone_reads_the_vector_to_the_target_in_its_own_frame(
     env.close()
 
 
-def test_arm_of_envpool_is_near_the_target_that_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arm_of_envpool_is_near_the_target_that_it_reaches(monkeypatch) -> None:
     scene = asset_file("mujoco_menagerie/franka_emika_panda/scene.xml")
     monkeypatch.setattr(Reach, "mjcf", scene, raising=False)
     env = make("Reach")

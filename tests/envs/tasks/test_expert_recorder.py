@@ -18,9 +18,7 @@ N = 8
 
 
 @pytest.fixture(scope="module")
-def recorded(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Path, list[expert_recorder.Episode]]:
+def recorded(tmp_path_factory) -> tuple[Path, list[expert_recorder.Episode]]:
     folder = tmp_path_factory.mktemp("recorded")
     size = (32, 32)
     names = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,9 +122,7 @@ def test_walked_distance_follows_the_command_and_a_fall_counts_the_missing_one()
 
 
 @pytest.mark.slow
-def test_resumed_run_with_a_curriculum_equals_an_uninterrupted_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_with_a_curriculum_equals_an_uninterrupted_one(tmp_path, monkeypatch) -> None:
     """Every episode, of 6 steps, moves its robot one level up."""
     monkeypatch.setattr(rough_terrain, "next_level", lambda level, *_: (level + 1) % 20)
     options: dict[str, Any] = {

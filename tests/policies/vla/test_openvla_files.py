@@ -260,7 +260,7 @@ def timm_block(x: Tensor, t: dict[str, Tensor], block: str, heads: int) -> Tenso
 
 
 @torch.no_grad()
-def test_loaded_towers_agree_with_timm(tmp_path: Path) -> None:
+def test_loaded_towers_agree_with_timm(tmp_path) -> None:
     """Compute the towers from published tensors, with class and register tokens first."""
     body, t = openvla_files.load(checkpoint(tmp_path)), synthetic()
     pixels = torch.randn(2, 6, 28, 28, generator=torch.Generator().manual_seed(3))
@@ -292,7 +292,7 @@ def test_loaded_towers_agree_with_timm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_round_trip(tmp_path, dtype: torch.dtype) -> None:
     """Loading and saving keeps keys, bits and the other files."""
     tensors = {key: value.to(dtype) for key, value in synthetic().items()}
     source, written = checkpoint(tmp_path / "a", tensors), tmp_path / "b"
@@ -326,7 +326,7 @@ def test_published_configuration_and_sizes() -> None:
     assert sum(p.numel() for p in body.parameters()) == 7_541_237_184 + 1024
 
 
-def test_shards_and_timm_names_of_layer_scales(tmp_path: Path) -> None:
+def test_shards_and_timm_names_of_layer_scales(tmp_path) -> None:
     """The index names the files; in timm ``scale_factor`` is called ``gamma``."""
     tensors = {key.replace("scale_factor", "gamma"): value for key, value in synthetic().items()}
     names = sorted(tensors)
@@ -348,7 +348,7 @@ def test_shards_and_timm_names_of_layer_scales(tmp_path: Path) -> None:
         openvla_files.load(tmp_path)
 
 
-def test_shards_outside_the_folder_are_refused(tmp_path: Path) -> None:
+def test_shards_outside_the_folder_are_refused(tmp_path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     save_file(synthetic(), tmp_path / "outside.safetensors")
@@ -360,7 +360,7 @@ def test_shards_outside_the_folder_are_refused(tmp_path: Path) -> None:
             openvla_files.load(folder)
 
 
-def test_dataset_statistics_override_config(tmp_path: Path) -> None:
+def test_dataset_statistics_override_config(tmp_path) -> None:
     statistics = {
         "libero_spatial": {"action": STATS},
         "bridge_orig": {"action": STATS | {"q99": [9.0, 9.0, 9.0]}},
@@ -369,7 +369,7 @@ def test_dataset_statistics_override_config(tmp_path: Path) -> None:
     assert openvla_files.load(tmp_path).config.norm_stats == statistics
 
 
-def test_preprocessor_means_override_those_of_imagenet(tmp_path: Path) -> None:
+def test_preprocessor_means_override_those_of_imagenet(tmp_path) -> None:
     """White is (1 - mean) / std; openvla-7b's means and deviations are rounded to bfloat16."""
     means, stds = (0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)
     side = CONFIG.image_size
@@ -392,7 +392,7 @@ def test_preprocessor_means_override_those_of_imagenet(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inside", ["", "lora_adapter"])
-def test_adapters_are_added_to_the_base(tmp_path: Path, inside: str) -> None:
+def test_adapters_are_added_to_the_base(tmp_path, inside: str) -> None:
     """W + alpha / r B A, or alpha / sqrt(r), on towers, projector and Llama; others are refused."""
     base, tensors = checkpoint(tmp_path / "base"), synthetic()
     folder, generator = tmp_path / "tuned", torch.Generator().manual_seed(1)
@@ -466,9 +466,7 @@ DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
         ),
     ],
 )
-def test_wrong_weights_are_refused(
-    tmp_path: Path, tensors: dict[str, Tensor], message: str
-) -> None:
+def test_wrong_weights_are_refused(tmp_path, tensors: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ConfigError, match=r"model\.checkpoint=\S+: .*" + message):
         openvla_files.load(checkpoint(tmp_path, tensors))
 
@@ -481,14 +479,12 @@ def test_wrong_weights_are_refused(
         ({"n_action_bins": "many"}, "many"),
     ],
 )
-def test_invalid_configurations_are_refused(
-    tmp_path: Path, fields: dict[str, Any], message: str
-) -> None:
+def test_invalid_configurations_are_refused(tmp_path, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=r"model.checkpoint=\S+: .*" + message):
         openvla_files.load(checkpoint(tmp_path, {}, **fields))
 
 
-def test_invalid_directories_are_refused(tmp_path: Path) -> None:
+def test_invalid_directories_are_refused(tmp_path) -> None:
     def refused(text: str) -> None:
         with pytest.raises(ConfigError, match=rf"model\.checkpoint={tmp_path}.*{text}"):
             openvla_files.load(tmp_path)
@@ -506,9 +502,7 @@ def test_invalid_directories_are_refused(tmp_path: Path) -> None:
     refused(r"config\.json")
 
 
-def test_tokenizer_model_replaces_tokenizer_json(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_model_replaces_tokenizer_json(tmp_path, monkeypatch) -> None:
     (tmp_path / "tokenizer.model").touch()
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "sentencepiece", None)

@@ -31,7 +31,7 @@ CLASSES: dict[str, type[PublishedVLA]] = {"gaussian": RegressionVLA, "token": Ch
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path) -> Path:
     return write_heads(write_checkpoint(tmp_path / "oft"), state=STATE)
 
 
@@ -100,9 +100,7 @@ def test_gaussian_reproduces_its_log_probabilities(folder: Path, options: dict[s
     assert all(p.requires_grad and p.dtype == torch.float32 for p in policy.heads.parameters())
 
 
-def test_tokens_read_the_state_and_the_written_heads_are_read_again(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_tokens_read_the_state_and_the_written_heads_are_read_again(folder: Path, tmp_path) -> None:
     policy, obs = policy_of(folder), random_observations(SPEC, B)
     with torch.no_grad():
         for p in policy.heads.parameters():
@@ -127,7 +125,7 @@ def test_planned_sizes_are_those_of_the_weights(folder: Path) -> None:
     assert shapes[0] == shapes[1]
 
 
-def test_wrong_files_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_wrong_files_are_refused(folder: Path, tmp_path) -> None:
     head = folder / "action_head--150000_checkpoint.pt"
     with pytest.raises(ConfigError, match=r"model\.policy=gaussian"):
         policy_of(folder, "token")
@@ -156,9 +154,7 @@ def test_wrong_files_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_clone_train_evaluate_and_export(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_clone_train_evaluate_and_export(folder: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(folder.parent)
     for file in folder.glob(PATTERN):
         file.unlink()

@@ -50,7 +50,7 @@ TRUNKS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("pi0") / "tiny")
 
 
@@ -109,7 +109,7 @@ def test_kept_and_recomputed_prefixes_agree(folder: Path, chain: str) -> None:
 
 # ----------------------------------------------------------------------------- against transformers
 @pytest.mark.parametrize("key_heads", [1, 2])
-def test_flow_agrees_with_transformers(key_heads: int, tmp_path: Path) -> None:
+def test_flow_agrees_with_transformers(key_heads: int, tmp_path) -> None:
     """Compare a complete chain, and a single velocity with its gradient."""
     policy = make(write_checkpoint(tmp_path, key_heads=key_heads), flow_steps=5)
     reference = tiny_model(key_heads=key_heads)
@@ -220,7 +220,7 @@ def test_lerobot_layout_is_read_completely(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["transformers", "lerobot before 0.4"])
-def test_transformers_and_old_lerobot_layouts(layout: str, folder: Path, tmp_path: Path) -> None:
+def test_transformers_and_old_lerobot_layouts(layout: str, folder: Path, tmp_path) -> None:
     other, expected = write_checkpoint(tmp_path / "tiny", seed=1), tiny_model()
     if layout == "transformers":
         expected.save_pretrained(other)
@@ -238,7 +238,7 @@ def test_transformers_and_old_lerobot_layouts(layout: str, folder: Path, tmp_pat
     assert all(torch.equal(x, expected.state_dict()[name]) for name, x in state.items())
 
 
-def test_prompts_of_the_layouts(folder: Path, tmp_path: Path) -> None:
+def test_prompts_of_the_layouts(folder: Path, tmp_path) -> None:
     """openpi replaces underscores, lerobot does not; both end with one end of line, at most 48."""
     tokenizer = pi0_files.read(folder).tokenize.tokenizer
     for clean, text in ((True, "take it a b"), (False, " take_it\na_b")):
@@ -248,7 +248,7 @@ def test_prompts_of_the_layouts(folder: Path, tmp_path: Path) -> None:
         assert len(tokenize(99 * "x")) == 48 and tokenize(99 * "x")[0] == ids[0]
 
 
-def test_lerobot_directories_are_read_as_lerobot_does(folder: Path, tmp_path: Path) -> None:
+def test_lerobot_directories_are_read_as_lerobot_does(folder: Path, tmp_path) -> None:
     """Larger images are sampled without a filter; prompts keep their underscores."""
     sizes = pi0_files.read_config(json.loads((folder / "config.json").read_text()), folder)
     other = write_checkpoint(tmp_path / "tiny")
@@ -275,7 +275,7 @@ def test_times_are_encoded_in_float64() -> None:
     assert (code - torch.cat((exact.sin(), exact.cos())).float()).abs().max() < 1e-6
 
 
-def test_openpi_layout(folder: Path, tmp_path: Path) -> None:
+def test_openpi_layout(folder: Path, tmp_path) -> None:
     """config.json has no type, keys have no "model.", and 1e-6 is added to deviations."""
     expected = tiny_model()
     sizes = expected.config
@@ -338,7 +338,7 @@ DEVIATIONS = {"observation.state": [2.0] * 5, "action": [2.0, 4.0]}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["lerobot", "lerobot before", "openpi"])
-def test_statistics(layout: str, folder: Path, tmp_path: Path) -> None:
+def test_statistics(layout: str, folder: Path, tmp_path) -> None:
     """States are (s - mean) / std and actions x std + mean, in each layout of a directory."""
     other = write_checkpoint(tmp_path / "tiny")
     named = {f"{n}.mean": torch.tensor(x) for n, x in MEANS.items()}
@@ -396,9 +396,7 @@ SMALL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("trunk", ["frozen", "adapters"])
-def test_train_and_evaluate(
-    trunk: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_train_and_evaluate(trunk: str, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = write_checkpoint(tmp_path / "tiny", max_state_dim=32)
     options = [
@@ -435,7 +433,7 @@ def test_train_and_evaluate(
 
 
 # --------------------------------------------------------------------------------------- errors
-def test_missing_transformers_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_transformers_is_refused(folder: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(
         ConfigError, match=r"needs transformers .*pip install 'embodied-ppo\[vla\]'"
@@ -460,7 +458,7 @@ def test_options_that_do_not_fit_the_checkpoint_are_refused(
         make(folder, **options)
 
 
-def test_refused_checkpoints(folder: Path, tmp_path: Path) -> None:
+def test_refused_checkpoints(folder: Path, tmp_path) -> None:
     def refused(path: Path, text: str) -> None:
         with pytest.raises(ConfigError, match=text):
             make(path)

@@ -40,7 +40,7 @@ STATISTICS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("pi05") / "tiny"
     return write_checkpoint(path, kind="pi05", statistics=STATISTICS)
 
@@ -93,7 +93,7 @@ def test_prompt_is_that_of_openpi(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pi0", "pi05"])
-def test_openpi_directory_names_its_training(kind: str, tmp_path: Path) -> None:
+def test_openpi_directory_names_its_training(kind: str, tmp_path) -> None:
     """Horizon and folder of the statistics identify a configuration, else an option names it."""
     sizes = {"chunk_size": 50 if kind == "pi0" else 10}
     quantiles = {"q01": [-1.0] * 8, "q99": [1.0] * 8, "mean": [0.0] * 8, "std": [1.0] * 8}
@@ -202,7 +202,7 @@ def test_velocity_agrees_with_the_reference(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pi0", "pi05"])
 @pytest.mark.parametrize("trunk", [{}, {"lora_rank": 4}], ids=str)
-def test_export_and_read_again(trunk: Any, kind: str, tmp_path: Path) -> None:
+def test_export_and_read_again(trunk: Any, kind: str, tmp_path) -> None:
     """The written directory has the files and keys of its source and gives the same actions."""
     statistics = STATISTICS if kind == "pi05" else None
     source = write_checkpoint(tmp_path / "source", kind=kind, statistics=statistics)
@@ -242,7 +242,7 @@ def test_units_are_those_of_the_quantiles(folder: Path) -> None:
     assert (policy.normalize_actions(expected, context) - x).abs().max() < 1e-6
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_refusals(tmp_path) -> None:
     other = write_checkpoint(tmp_path / "tiny", kind="pi05")
     config = json.loads((other / "config.json").read_text())
     config["normalization_mapping"] = {"STATE": "MIN_MAX"}

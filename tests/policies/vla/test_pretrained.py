@@ -32,7 +32,7 @@ ADAPTED = {"lora_rank": 4}
 
 
 @pytest.fixture(scope="session")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def published(tmp_path_factory) -> Path:
     """Return a directory in the published layout."""
     return write_checkpoint(tmp_path_factory.mktemp("published") / "openvla")
 
@@ -86,9 +86,7 @@ def test_evaluate_reproduces_act_with_adapters_and_frozen_towers(
         assert (out.log_prob - d.log_prob[cut]).abs().max() < 1e-5
 
 
-def test_features_of_untrained_towers_serve_all_epochs(
-    published: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_of_untrained_towers_serve_all_epochs(published: Path, monkeypatch) -> None:
     """Adapters leave the towers as they are: images are encoded once, and nothing changes."""
     policy = policy_of(published, **ADAPTED)
     kept = policy.encode(observations())
@@ -181,7 +179,7 @@ def test_recomputed_layers_give_equal_gradients_and_store_less(
 # ----------------------------------------------------------------------------------- checkpoints
 @pytest.mark.parametrize("options", [{}, ADAPTED], ids=str)
 def test_checkpoint_holds_trained_parameters(
-    published: Path, options: dict[str, Any], tmp_path: Path
+    published: Path, options: dict[str, Any], tmp_path
 ) -> None:
     policy, other = (
         policy_of(published, **options),
@@ -201,7 +199,7 @@ def test_checkpoint_holds_trained_parameters(
     assert torch.equal(sample(policy, inputs).log_prob, sample(other, inputs).log_prob)
 
 
-def test_adapters_of_other_base_weights_are_refused(tmp_path: Path) -> None:
+def test_adapters_of_other_base_weights_are_refused(tmp_path) -> None:
     folder = write_checkpoint(tmp_path / "openvla")
     policy = policy_of(folder, **ADAPTED)
     config = json.loads((folder / "config.json").read_text())
@@ -219,7 +217,7 @@ def test_adapters_of_other_base_weights_are_refused(tmp_path: Path) -> None:
     ("decode", "options"), [(DECODE[0], ADAPTED), (DECODE[1], {"freeze_trunk": True})], ids=str
 )
 def test_openvla_is_written_in_its_own_layout(
-    published: Path, decode: str, options: dict[str, Any], tmp_path: Path
+    published: Path, decode: str, options: dict[str, Any], tmp_path
 ) -> None:
     """OpenVLA (autoregressive) and OFT (parallel): the same keys, shapes and log-probabilities."""
     policy = policy_of(published, decode=decode, **options)
@@ -267,7 +265,7 @@ def test_openvla_actions_are_unnormalised(published: Path) -> None:
     ],
 )
 def test_unsupported_directories_are_refused(
-    raw: dict[str, Any] | None, named: str, tmp_path: Path
+    raw: dict[str, Any] | None, named: str, tmp_path
 ) -> None:
     if raw is not None:
         (tmp_path / "config.json").write_text(json.dumps(raw))
@@ -275,7 +273,7 @@ def test_unsupported_directories_are_refused(
         policy_of(tmp_path)
 
 
-def test_missing_weights_are_refused(tmp_path: Path) -> None:
+def test_missing_weights_are_refused(tmp_path) -> None:
     folder = write_checkpoint(tmp_path / "openvla")
     weights = load_file(folder / "model.safetensors")
     missing = next(name for name in weights if "q_proj" in name)
@@ -329,12 +327,7 @@ def add_tabletop_statistics(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_train_evaluate_and_export(
-    published: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_train_evaluate_and_export(published: Path, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     options = [
         f"model.checkpoint={published}",
@@ -392,7 +385,7 @@ def test_train_evaluate_and_export(
     assert main.main(["export", "checkpoint=third", "lora=adapter", "out=c"]) == 2
 
 
-def test_gripper_uses_the_sign_of_the_simulator(tmp_path: Path) -> None:
+def test_gripper_uses_the_sign_of_the_simulator(tmp_path) -> None:
     """0 is closed and 1 open in OpenVLA's datasets; 1 closes and -1 opens in LIBERO."""
     folder = write_checkpoint(tmp_path / "openvla")
     stats = {"action": {"q01": [-1.0, 0.0], "q99": [1.0, 1.0], "mask": [True, False]}}

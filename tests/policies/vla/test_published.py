@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,7 +48,7 @@ def siglip(width: int, layers: int, inner: int, patch: int, tokens: int) -> int:
 
 
 @pytest.mark.parametrize("kind", ["pi0", "pi05", "smolvla", "openvla"])
-def test_sizes_equal_those_of_weights(kind: str, tmp_path: Path) -> None:
+def test_sizes_equal_those_of_weights(kind: str, tmp_path) -> None:
     """Names, shapes, types and training of all parameters, with and without adapters."""
     folder = tmp_path / kind
     if kind == "openvla":

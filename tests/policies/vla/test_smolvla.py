@@ -33,7 +33,7 @@ SENTENCES = ("push the red block", "lift it", "go to the cup")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("smolvla") / "tiny")
 
 
@@ -79,7 +79,7 @@ def test_attention(folder: Path) -> None:
     ("key", "value"),
     [("attention_mode", "self_attn"), ("chunk_size", "12"), ("max_period", 0), ("vlm_config", [])],
 )
-def test_refused_configurations(key: str, value: Any, folder: Path, tmp_path: Path) -> None:
+def test_refused_configurations(key: str, value: Any, folder: Path, tmp_path) -> None:
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     (damaged / "config.json").write_text(json.dumps(CONFIG | {key: value}))
     with pytest.raises(ConfigError, match=re.escape(f"{key}={value}")):
@@ -94,7 +94,7 @@ def test_number_of_layers(layers: int, expected: int) -> None:
     assert smolvla.vlm_config(raw, "x").text_config.num_hidden_layers == expected
 
 
-def test_weights_of_another_shape_are_not_broadcast(folder: Path, tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_not_broadcast(folder: Path, tmp_path) -> None:
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     weights = load_file(folder / "model.safetensors")
     weights["model.action_out_proj.bias"] = weights["model.action_out_proj.bias"][:1].clone()
