@@ -6,18 +6,19 @@ import gymnasium
 
 NAMESPACE = "embodied/"
 
-MAX_EPISODE_STEPS = {
-    "HalfCheetah": 1000,
-    "Hopper": 1000,
-    "Walker2d": 1000,
-    "Ant": 1000,
-    "Humanoid": 1000,
-    "PandaPickCube": 150,
-    "Go1Joystick": 500,
-    "Go1Rough": 500,
-    "Tabletop": 100,
+OWN: dict[str, tuple[str, int]] = {
+    "HalfCheetah": ("locomotion:HalfCheetah", 1000),
+    "Hopper": ("locomotion:Hopper", 1000),
+    "Walker2d": ("locomotion:Walker2d", 1000),
+    "Ant": ("locomotion:Ant", 1000),
+    "Humanoid": ("locomotion:Humanoid", 1000),
+    "PandaPickCube": ("panda:PandaPickCube", 150),
+    "Go1Joystick": ("go1:Go1Joystick", 500),
+    "Go1Rough": ("go1_rough:Go1Rough", 500),
+    "Tabletop": ("tabletop:Tabletop", 100),
 }
-"""Task of ``tasks.OWN`` -> its ``max_episode_steps``. This module loads no task, and no torch."""
+"""env.id -> "module:Class" in ``tasks``, and ``max_episode_steps``. This module loads no task, and
+no torch."""
 
 
 def gymnasium_id(name: str) -> str:
@@ -27,12 +28,12 @@ def gymnasium_id(name: str) -> str:
 
 def own_name(id: str) -> str | None:
     """Return the task of ours that ``id`` names at Gymnasium, else None."""
-    return next((name for name in MAX_EPISODE_STEPS if gymnasium_id(name) == id), None)
+    return next((name for name in OWN if gymnasium_id(name) == id), None)
 
 
 def register() -> None:
     """Register every task of ours; a second call has no effect."""
-    for name, max_episode_steps in MAX_EPISODE_STEPS.items():
+    for name, (_, max_episode_steps) in OWN.items():
         if gymnasium_id(name) not in gymnasium.registry:
             gymnasium.register(
                 gymnasium_id(name),

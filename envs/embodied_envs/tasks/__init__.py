@@ -5,8 +5,8 @@ the scripted expert of Tabletop.
 
 Does not belong here: stepping and rendering (``physics``).
 
-To add a task, write a subclass of ``Task`` in a module of this folder, add it to ``OWN``, and add
-its time limit to ``registration.MAX_EPISODE_STEPS``.
+To add a task, write a subclass of ``Task`` in a module of this folder, and add it to
+``registration.OWN``.
 """
 
 from __future__ import annotations
@@ -21,22 +21,10 @@ from typing import Any
 
 from embodied_envs.adapters.user_code import import_user_module, wrap_errors
 from embodied_envs.base.errors import EnvError, check_range, choose, show
+from embodied_envs.registration import OWN
 from embodied_envs.tasks.task import State, Task
 
 __all__ = ["OWN", "State", "Task", "find", "make"]
-
-OWN: dict[str, str] = {
-    "HalfCheetah": "locomotion:HalfCheetah",
-    "Hopper": "locomotion:Hopper",
-    "Walker2d": "locomotion:Walker2d",
-    "Ant": "locomotion:Ant",
-    "Humanoid": "locomotion:Humanoid",
-    "PandaPickCube": "panda:PandaPickCube",
-    "Go1Joystick": "go1:Go1Joystick",
-    "Go1Rough": "go1_rough:Go1Rough",
-    "Tabletop": "tabletop:Tabletop",
-}
-"""env.id -> "module:Class" in this package."""
 
 
 def find(id: str) -> type[Task] | None:
@@ -49,7 +37,7 @@ def find(id: str) -> type[Task] | None:
         EnvError: The module cannot be imported, or the class is no subclass of ``Task``.
     """
     if id in OWN:
-        module, _, name = OWN[id].partition(":")
+        module, _, name = OWN[id][0].partition(":")
         return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     module, _, name = id.rpartition(":")
     if not module:
