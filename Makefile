@@ -56,8 +56,8 @@ test-trackers: .venv-trackers/ready ## run the tests with wandb and MLflow in .v
 test-sb3: .venv-sb3/ready ## train with Stable-Baselines3 and embodied-envs, in their own environment (1 GB)
 	$(TEST_ENV) SB3_PYTHON=.venv-sb3/bin/python $(BIN)/python -m pytest -q tests/extras/test_sb3.py $(ARGS)
 
-test-openpi: .venv/dev .venv-openpi/ready ## ask `embodied-ppo serve` with openpi's client, in its own environment
-	$(TEST_ENV) OPENPI_PYTHON=.venv-openpi/bin/python \
+test-openpi: .venv/dev .venv-openpi/ready ## compare with openpi's client and the clone OPENPI_CLONE
+	$(TEST_ENV) OPENPI_PYTHON=.venv-openpi/bin/python OPENPI_CLONE="$(OPENPI_CLONE)" \
 		$(BIN)/python -m pytest -q -rP tests/extras/test_openpi.py $(ARGS)
 
 test-import: .venv/dev $(IMPORT_LIBRARIES:%=.venv-import/%/ready) ## compare imported policies with six libraries (5 GB)
