@@ -44,6 +44,11 @@ class PickTerms(TermTask):
     """Index of the cube's position in qpos."""
     cube_dof: int
     """Index of its velocity in qvel."""
+    scale: Tensor
+    """Change of each target by an action of 1, [nu]."""
+    low: Tensor
+    """Lowest targets, [nu]; ``high`` has the highest."""
+    high: Tensor
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Store the range of the cube's initial position."""
