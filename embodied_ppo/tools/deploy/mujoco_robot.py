@@ -146,8 +146,8 @@ class MujocoRobot(Robot):
     def sleep(self, seconds):
         """Simulate."""
         for _ in range(round(seconds / self.model.opt.timestep)):
-            for written, *values in self.queue:
-                self._set(*values, np.flatnonzero(written + self.delay == self.count))
+            for written, target, kp, kd in self.queue:
+                self._set(target, kp, kd, np.flatnonzero(written + self.delay == self.count))
             self.mujoco.mj_step(self.model, self.data)
             self.count += 1
         self.mujoco.mj_step1(self.model, self.data)  # derived fields of the new state
