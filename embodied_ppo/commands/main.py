@@ -65,7 +65,7 @@ COMMANDS = {
     "import-policy": "sb3 model.zip normalizer=vec_normalize.pkl experiment=halfcheetah",
     "new-task": "my_robot --mjcf robot.xml",
 }
-"""Command -> arguments of an example. The first line of its module says what it does."""
+"""Command -> arguments of an example. The first line of its module is its description."""
 REMOVED = {
     "search": "write python scripts/examples/search_options.py, which uses Optuna",
     "tune": "write train --multirun --jobs 1 placement=local,fused (docs/placement.md)",
