@@ -180,6 +180,8 @@ class ClusterProcesses:
                 for handle in handles:
                     roles_of.setdefault(handle.name, []).append(role)
         process_groups = {"learners": "actor", "critics": "critic"}
+        if not self.plan.has("env"):
+            process_groups["rollouts"] = "rollout"
         gathers_to_act = self.options.shard and {"rollout", "actor"} <= {*group.roles}
         return WorkerConnections(
             WorkerSpec(

@@ -127,8 +127,8 @@ class WorkerConnections:
     Attributes:
         spec: Spec without connections and process groups, which ``RayWorker.build`` adds.
         servers: (address, name, roles) of the processes that this one sends requests to.
-        process_groups: "learners", "critics" -> (rank, world size) among the processes that train
-            together.
+        process_groups: "learners", "critics", "rollouts" -> (rank, world size) among the processes
+            that train, or draw prompts, together.
         store: Address of the store at which process groups meet.
         secret: Secret of all exchanges.
         timeout_s: Time limit of a request and of forming a process group.
@@ -236,10 +236,11 @@ class RayWorker:
             if world > 1:
                 self.join(name, c.store, rank, world, c.timeout_s)
                 ranks[name] = RankGroup(self.groups[name])
-        if c.shard and ranks:  # learners and critics are then the same processes
+        if c.shard and "learners" in ranks:  # the critics are then the same processes
             from embodied_ppo.cluster.fsdp import Sharded  # importing FSDP2 takes half a second
 
-            ranks = dict.fromkeys(ranks, Sharded(self.groups["learners"], c.shard))
+            sharded = Sharded(self.groups["learners"], c.shard)
+            ranks |= dict.fromkeys({"learners", "critics"} & ranks.keys(), sharded)
         # Log lines are returned to the driver with the next reply.
         notice = self.log_lines.append
         spec = replace(c.spec, clients=clients, groups=self.groups, notice=notice, **ranks)
@@ -273,7 +274,7 @@ class RayWorker:
                     backend, store=store, rank=rank, world_size=world, timeout=timeout
                 )
                 self.groups[name] = dist.group.WORLD
-            elif torch.cuda.is_available():
+            elif torch.cuda.is_available() and name != "rollouts":  # these exchange host memory
                 # Further groups are created directly, because torch has one default group per
                 # process.
                 nccl = dist.ProcessGroupNCCL.Options()

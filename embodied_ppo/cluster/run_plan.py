@@ -112,14 +112,7 @@ def check_batches(config: Config, plan: Plan) -> None:
     robot = config.mode == "embodied"
     # A robot's groups that are not replaced are masked where they are.
     if a.group_filter is not None and not (robot and a.group_filter_rounds == 1):
-        option, alternative = (
-            f"algorithm.group_filter={a.group_filter}",
-            "algorithm.group_filter=null",
-        )
-        placement.check_one_rollout(plan, option, alternative=alternative, stages_only=robot)
-    if not robot and config.data.shuffle == "success":
-        option, alternative = "data.shuffle=success", "data.shuffle=true"
-        placement.check_one_rollout(plan, option, alternative=alternative, stages_only=False)
+        placement.check_group_filter(plan, a.group_filter, stages_only=robot)
     if robot:
         # Environments and samples must divide evenly over the processes.
         placement.check_numbers(

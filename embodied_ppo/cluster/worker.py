@@ -45,6 +45,7 @@ class WorkerSpec:
             to.
         learners: Processes that train the actor together.
         critics: Processes that train the critic together.
+        rollouts: Processes that generate the responses of an update; of robots, each is alone.
         groups: Name -> torch.distributed process group of this process.
         env_info: Description of the simulators, for processes without them; None: unknown.
         tensors_move: Whether the policy's tensors are offloaded or sharded, so that their addresses
@@ -58,6 +59,7 @@ class WorkerSpec:
     clients: Mapping[str, Sequence[Client]] = field(default_factory=dict)
     learners: Ranks = Ranks()
     critics: Ranks = Ranks()
+    rollouts: Ranks = Ranks()
     groups: Mapping[str, Any] = field(default_factory=dict)
     env_info: EnvInfo | None = None
     tensors_move: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -160,6 +160,11 @@ class Plan:
         device = self.group("rollout").ranks[rank][0]
         actors = enumerate(self.group("actor").ranks)
         return next((i for i, devices in actors if device in devices), None)
+
+    def without(self, *roles: str) -> Plan:
+        """Return the plan without roles, and without processes that have no others."""
+        kept = [(g, tuple(role for role in g.roles if role not in roles)) for g in self.groups]
+        return replace(self, groups=tuple(replace(g, roles=others) for g, others in kept if others))
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return a table: the ranks of each group (columns) on each device (rows), with header."""
@@ -337,13 +342,12 @@ def _check_lag(p: Plan) -> None:
             )
 
 
-def check_one_rollout(p: Plan, option: str, *, alternative: str, stages_only: bool) -> None:
-    """Refuse an option whose rollout draws by the success of all responses or episodes.
+def check_group_filter(p: Plan, group_filter: str, *, stages_only: bool) -> None:
+    """Refuse a filter that draws again until the batch of all rollouts is full.
 
     Args:
         p: The plan.
-        option: The option with its value.
-        alternative: The option with a value that several rollouts support.
+        group_filter: algorithm.group_filter.
         stages_only: Whether only stages are refused, because each process fills its own share.
 
     Raises:
@@ -352,8 +356,9 @@ def check_one_rollout(p: Plan, option: str, *, alternative: str, stages_only: bo
     parts = p.stages * (1 if stages_only else p.processes("rollout"))
     if parts > 1:
         where = "write" if stages_only else "place rollout in one process with"
-        hint = f"write {alternative}, or {where} cluster.stages=1"
-        raise PlacementError(f"{hint}: {option} needs one rollout, and there are {parts}")
+        hint = f"write algorithm.group_filter=null, or {where} cluster.stages=1"
+        fact = f"algorithm.group_filter={group_filter} needs one rollout, and there are {parts}"
+        raise PlacementError(f"{hint}: {fact}")
 
 
 def check_numbers(

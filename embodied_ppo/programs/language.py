@@ -28,6 +28,7 @@ from embodied_ppo.cluster.remote_models import (
 )
 from embodied_ppo.cluster.worker import Worker, WorkerSpec, broadcast_weights
 from embodied_ppo.core import compile
+from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Trajectory
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.data.prompts import Sampler, demonstrations
@@ -125,7 +126,7 @@ def build(
         clients = process.clients.get("reward", ())
         scores = graders if graders is not None else RemoteGraders(clients[0], inputs.prompts)
         rollout = make_rollout(
-            config, inputs, engine, scores, *process.ranks["rollout"], notice=messages.notice
+            config, inputs, engine, scores, process.rollouts, notice=messages.notice
         )
         measure = partial(language_evaluation.measure, inputs, rollout)
         # The engine's results depend on the version of the weights, and its cache occupies memory
@@ -347,12 +348,11 @@ def make_rollout(
     m: Inputs,
     engine: Generator,
     graders: Graders,
-    rank: int = 0,
-    world: int = 1,
+    ranks: Ranks,
     *,
     notice: Callable[[str], None] = lambda line: None,
 ) -> ReasoningRollout:
-    """Return the collector of experience of rollout process ``rank`` of ``world``.
+    """Return the collector of experience of one of the rollout processes ``ranks``.
 
     Raises ConfigError.
     """
@@ -382,8 +382,7 @@ def make_rollout(
         ),
         reward_groups=rollout_groups(a) if a.reward_groups else (),
         recorded_terms=tuple(config.reward.terms) if config.rollout.dump is not None else None,
-        rank=rank,
-        world=world,
+        ranks=ranks,
         notice=notice,
     )
 

@@ -172,14 +172,15 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
 
 
 def _without_critic(spec: RunSpec) -> RunSpec:
-    """Return the run of a language model in this process without critic and reference, which need
-    memory and are not used before PPO.
+    """Return the run of a language model without critic and reference, which need memory and are
+    not used before PPO.
     """
-    if spec.config.mode != "reasoning" or spec.plan is not None:
+    if spec.config.mode != "reasoning":
         return spec
     a = replace(spec.config.algorithm, adv_type="reinforce")
-    a = replace(a, use_kl_loss=False, use_kl_in_reward=False)
-    return replace(spec, config=replace(spec.config, algorithm=a))
+    config = replace(spec.config, algorithm=replace(a, use_kl_loss=False, use_kl_in_reward=False))
+    plan = None if spec.plan is None else spec.plan.without("critic", "reference")
+    return replace(spec, config=config, plan=plan)
 
 
 def _check_cloning(config: Config) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.random import sampling_key
+from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.devices import upload
 from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.running_stats import expand, read_numbers
@@ -96,8 +97,7 @@ class ReasoningRollout:
         truncation: Truncation | None = None,
         reward_groups: Sequence[RewardGroup] = (),
         recorded_terms: Sequence[str] | None = None,
-        rank: int = 0,
-        world: int = 1,
+        ranks: Ranks | None = None,
         notice: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create a rollout.
@@ -113,14 +113,13 @@ class ReasoningRollout:
             seed: Seed of the run.
             group_size: Responses to each prompt.
             filter_rounds: Rounds in which ``collect`` may draw prompts to fill a batch with groups
-                of right and wrong responses; 0: groups are not filtered. Needs ``world`` = 1.
+                of right and wrong responses; 0: groups are not filtered. Needs one process.
             shuffle: Whether to shuffle the prompts in every epoch; "success": with weights by the
-                success of their responses, see ``Sampler``. Needs ``world`` = 1.
+                success of all processes' responses, see ``Sampler``.
             truncation: Treatment of truncated responses.
             reward_groups: Groups of the score, each with a reward of its own; empty: none.
             recorded_terms: Terms of the reward in ``Trajectory.grades``; None: it has no grades.
-            rank: Index of this process, which takes an equal part of ``batch``.
-            world: Number of rollout processes.
+            ranks: Rollout processes, each of which takes an equal part of ``batch``.
             notice: Function that shows a message to the user.
         """
         # Filters would sample from another distribution than the trained one.
@@ -129,14 +128,13 @@ class ReasoningRollout:
         self.text = response_decoder(decode, sampling.stop)
         self.sampling, self.pad_id, self.seed, self.group_size = sampling, pad_id, seed, group_size
         self.truncation, self.notice = truncation or Truncation(), notice
-        self.rank, self.world, self.recorded_terms = rank, world, recorded_terms
+        self.ranks, self.recorded_terms = ranks or Ranks(), recorded_terms
         self.group_rewards = GroupRewards(reward_groups, "the grader") if reward_groups else None
         self.filter: GroupFilter | None = None
         if filter_rounds:
-            assert world == 1
+            assert self.ranks.world == 1
             self.filter = GroupFilter(batch, group_size, filter_rounds)
         self.by_success = shuffle == "success"
-        assert not self.by_success or world == 1
         self.sampler = Sampler(
             *(len(prompts), batch, seed, bool(shuffle)),
             weights=[p.weight for p in prompts],
@@ -168,8 +166,9 @@ class ReasoningRollout:
         if self.filter is None:
             # Draw one batch of prompts; this process takes its part.
             rows = self.sampler.next()
-            begin, end = (r * len(rows) // self.world for r in (self.rank, self.rank + 1))
-            response_offset = self.rank * (end - begin) * self.group_size
+            rank, world = self.ranks.rank, self.ranks.world
+            begin, end = (r * len(rows) // world for r in (rank, rank + 1))
+            response_offset = rank * (end - begin) * self.group_size
             trajectory, metrics, grades = self._respond(
                 rows[begin:end], response_offset, update, version
             )
@@ -213,6 +212,15 @@ class ReasoningRollout:
                 )
         return [bool(grade.correct) for grade in grades]
 
+    def _record_success(self, rows: Sequence[int], grades: Sequence[Grade]) -> None:
+        """Record the responses of all processes, so that all draw the same prompts from then on."""
+        success = self._success(rows, grades, "data.shuffle=true")
+        drawn = [row for row in rows for _ in range(self.group_size)]
+        counted = [not g.failed and g.correct is not None for g in grades]
+        results = self.ranks.all_gather(torch.tensor([drawn, success, counted]))
+        drawn, success, counted = torch.cat(results, 1)  # [responses of all processes] each
+        self.sampler.record(drawn[counted > 0].tolist(), success[counted > 0].tolist())
+
     def _respond(
         self, rows: Sequence[int], response_offset: int, update: int, version: int
     ) -> tuple[Trajectory, Metrics, list[Grade]]:
@@ -248,10 +256,7 @@ class ReasoningRollout:
                 "failure", f"a response could not be graded: {self.graders.last_failure}"
             )
         if self.by_success:
-            success = self._success(rows, grades, "data.shuffle=true")
-            counted = [i for i, g in enumerate(grades) if not g.failed and g.correct is not None]
-            drawn = [rows[i // self.group_size] for i in counted]
-            self.sampler.record(drawn, [success[i] for i in counted])
+            self._record_success(rows, grades)
         valid = [g for g in grades if not g.failed]
         if len({g.score for g in valid}) == 1:
             self._notice_once(

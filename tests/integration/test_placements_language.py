@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
+import json
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +17,7 @@ import torch
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.cluster.worker import WorkerSpec
 from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.options import loader, validation
 from embodied_ppo.options.schema import Config
 from embodied_ppo.ppo.critic import LocalCritic
@@ -23,6 +27,7 @@ from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Messages
 from tests.integration.test_placements import CachedRuns, assert_close, equal_tensors, rows
+from tests.integration.test_resume import assert_same
 
 pytestmark = pytest.mark.usefixtures("few_problems", "eight_slots")
 
@@ -199,6 +204,64 @@ def test_sharded_learners_equal_unsharded_ones(cached_run: CachedRuns, tmp_path)
         run_helpers.assert_states_close(weights(run_dir), weights(unsharded))
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[str, Any]:
+    """Options of two files with weights 2 and 0.5, and of prompts that are right if even."""
+    folder = tmp_path_factory.mktemp("files")
+    synthetic_tasks.tokenizer().save_pretrained(folder / "tokenizer")
+    for name, first in (("a", 10), ("b", 50)):
+        answers = [{"prompt": f"{i}+0=", "answer": str(i)} for i in range(first, first + 10)]
+        (folder / name).with_suffix(".jsonl").write_text("\n".join(map(json.dumps, answers)))
+    grader = folder / "grade.py"
+    grader.write_text(
+        "def compute_score(solution_str, ground_truth, **_):\n"
+        "    right = int(ground_truth) % 2 == 0\n"
+        "    return {'score': len(solution_str) * right, 'acc': right}\n"
+    )
+    a, b = (str(folder / f"{name}.jsonl") for name in "ab")
+    return {
+        "data__task": None,
+        "data__train": {a: 2.0, b: 0.5},
+        "data__eval": [b],
+        "actor__tokenizer": str(folder / "tokenizer"),
+        "reward__grader": f"{grader}:compute_score",
+        "rollout__dump": "all",
+        "warm_start__steps": 0,
+    }
+
+
+def prompts(run_dir: Path, update: int) -> list[int]:
+    """Return the index of the prompt of each response of an update."""
+    parts = (run_dir / "generations").glob(f"train_{update:06d}*")
+    lines = [line for part in sorted(parts) for line in part.read_text().splitlines()]
+    return [json.loads(line)["prompt_index"] for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shuffle", [True, "success"])
+def test_prompts_of_several_rollouts_are_those_of_one(
+    shuffle: bool | str, files: dict[str, Any], tmp_path
+) -> None:
+    """An epoch has about 25 rows, so that six updates of 16 reach the fourth one."""
+    options = {**KL, **files, "data__shuffle": shuffle, "updates": 6, "keep_last": 6}
+    runs: dict[str, dict[str, Any]] = {"one": {}, **TWO_LEARNERS}
+    half = str(tmp_path / "fused" / "checkpoints" / "step_000003")
+    runs["apart"] = {**runs["apart"], "resume": half}
+    for name, placed in runs.items():
+        train(tmp_path / name, **options, **placed)
+    order = [prompts(tmp_path / "one", update) for update in range(1, 7)]
+    assert [prompts(tmp_path / "fused", update) for update in range(1, 7)] == order
+    assert [prompts(tmp_path / "apart", update) for update in range(4, 7)] == order[3:]
+    states = [checkpoint.open_checkpoint(tmp_path / name).training()["rollout"] for name in runs]
+    samplers = [x["sampler"] for state in states for x in state.get("processes", [state])]
+    assert len(samplers) == 5
+    for sampler in samplers[1:]:
+        assert_same(sampler, samplers[0])
+    # The first epoch has each row of the first file twice, and half of those of the second file.
+    first = list(itertools.chain(*order))[: 2 * 10 + 3]
+    assert max(collections.Counter(first).values()) == 2
+
+
 @pytest.mark.slow
 def test_grpo_with_graders_in_a_process_of_their_own(tmp_path) -> None:
     options: dict[str, Any] = {"algorithm__adv_type": "grpo", "algorithm__group_size": 2}
@@ -223,7 +286,7 @@ def test_refused_options_leave_no_files(tmp_path) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("rollout_batch_size", {"placement": "fused", "cluster__devices_per_node": 3}),
         ("reward and critic share device 0", {**shared, "cluster__max_lag": 1}),
-        ("data.shuffle=true", {**TWO_LEARNERS["fused"], "data__shuffle": "success"}),
+        ("group_filter=null", {**TWO_LEARNERS["fused"], "algorithm__group_filter": "success"}),
     ]
     for message, options in cases:
         with pytest.raises((PlacementError, ConfigError), match=message):
