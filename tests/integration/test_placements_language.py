@@ -72,12 +72,12 @@ def config(options: dict[str, Any]) -> Config:
     return loaded.config
 
 
-def train(run_dir: Path, **options: Any) -> list[dict[str, Any]]:
+def train(run_dir: Path, command: Any = runs.train, **options: Any) -> list[dict[str, Any]]:
     """Train with ``SMALL``; ``__`` in the name of an option stands for a dot."""
     overrides = {name.replace("__", "."): value for name, value in options.items()}
     if {"placement", "cluster.component_placement"} & overrides.keys():
         overrides["cluster.step_timeout_s"] = 100.0  # a run that hangs fails with its stacks
-    runs.train(config({"run_dir": str(run_dir), **overrides}), quiet=True)
+    command(config({"run_dir": str(run_dir), **overrides}), quiet=True)
     return rows(run_dir)
 
 
@@ -260,6 +260,23 @@ def test_prompts_of_several_rollouts_are_those_of_one(
     # The first epoch has each row of the first file twice, and half of those of the second file.
     first = list(itertools.chain(*order))[: 2 * 10 + 3]
     assert max(collections.Counter(first).values()) == 2
+
+
+@pytest.mark.slow
+def test_clone_has_no_critic_in_any_placement(files: dict[str, Any], tmp_path) -> None:
+    cloning = {"cloning__steps": 3, "cloning__batch_size": 4, "cloning__lr": 1e-2}
+    options = {**KL, **files, **cloning, "rollout__dump": None}
+    for name, placed in {"one": {}, "apart": TWO_LEARNERS["apart"]}.items():
+        train(tmp_path / name, command=runs.clone, **options, **placed)
+        state = checkpoint.open_checkpoint(tmp_path / name).training()["learner"]
+        assert state["critic_weights"] is None and state["reference"] is None
+        log = (tmp_path / name / "log.txt").read_text()
+        assert "critic" not in log.replace(str(tmp_path), "")
+    assert equal_tensors(weights(tmp_path / "apart", 0), weights(tmp_path / "one", 0))
+    train(
+        tmp_path / "ppo", **files, **TWO_LEARNERS["fused"], initial_policy=str(tmp_path / "apart")
+    )
+    assert any("critic" in name for name in weights(tmp_path / "ppo"))
 
 
 @pytest.mark.slow

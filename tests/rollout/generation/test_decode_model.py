@@ -8,6 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from embodied_ppo.cluster.weight_sync import weight_tensors
+from embodied_ppo.cluster.worker import Worker, WorkerSpec
+from embodied_ppo.policies import lora
 from embodied_ppo.policies.causal_lm import LanguagePolicy
 from embodied_ppo.rollout.generation import decode_model
 from embodied_ppo.rollout.generation.engine import Engine
@@ -95,6 +98,47 @@ def test_new_weights_are_copied_to_the_same_memory() -> None:
     assert not torch.equal(after.token, before.token)
     engine.sleep()
     assert engine._model is None
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize(("kind", "more"), FAMILIES)
+def test_engines_of_every_family_get_the_learners_weights(
+    kind: str, more: dict[str, Any], adapted: bool
+) -> None:
+    """First all tensors are sent, then those of an update; adapters are merged into the copy."""
+    more = {**more, "tie_word_embeddings": not adapted}
+    learner, actor, merged = (randomise(make(kind, seed, **more)) for seed in range(3))
+    for policy in (learner, actor) if adapted else ():
+        policy.requires_grad_(False)
+        lora.adapt(policy.decoder.module.layers, rank=2, alpha=4.0)
+        for layer in lora.adapted_layers(policy).values():
+            lora.cast_parameters(layer, torch.bfloat16)
+        policy.compute = merged.compute = torch.bfloat16
+    sender, receiver = (Worker(WorkerSpec((), {}), policy=x) for x in (learner, actor))
+    options: dict[str, Any] = {"slots": 3, "pad_id": 0, "static": True, "copy_weights": True}
+    engine = Engine(actor, **options)
+    receiver.on_weights_updated = engine.update_weights
+    for version in (0, 1):
+        layout = sender.weight_layout(frozen=not version)
+        for worker in (sender, receiver):
+            worker.prepare_weight_sync(layout, "actor", frozen=not version)
+        with torch.no_grad():
+            for p in learner.parameters():
+                if p.requires_grad:
+                    p.add_(0.1 * torch.randn_like(p))
+        receiver.import_ipc(version, sender.export_ipc())
+        responses = engine.generate(PROMPTS, RULES[1], seed=0)
+    sent, received = (weight_tensors(x, frozen=True) for x in (learner, actor))
+    assert all(torch.equal(x, received[name]) for name, x in sent.items())
+    expected = Engine(learner, **options).generate(PROMPTS, RULES[1], seed=0)
+    assert torch.equal(responses.token, expected.token)
+    assert torch.equal(responses.log_prob, expected.log_prob)
+    assert (engine._model is not None) == decode_model.is_supported(learner)
+    merged.model.load_state_dict(dict(lora.merged_state(learner.model)))
+    if engine._model is not None:
+        copied = decode_model.DecodeModel(merged)
+        copied.refresh()
+        assert all(map(torch.equal, engine._model.tensors(), copied.tensors()))
 
 
 def log_probs(policy: LanguagePolicy, ids: Tensor) -> Tensor:
