@@ -127,8 +127,7 @@ class WorkerConnections:
     Attributes:
         spec: Spec without connections and process groups, which ``RayWorker.build`` adds.
         servers: (address, name, roles) of the processes that this one sends requests to.
-        process_groups: "learners", "critics", "rollouts" -> (rank, world size) among the processes
-            that train, or draw prompts, together.
+        process_groups: "learners", "critics", "rollouts" -> (rank, world size) among them.
         store: Address of the store at which process groups meet.
         secret: Secret of all exchanges.
         timeout_s: Time limit of a request and of forming a process group.

@@ -343,15 +343,9 @@ def _check_lag(p: Plan) -> None:
 
 
 def check_group_filter(p: Plan, group_filter: str, *, stages_only: bool) -> None:
-    """Refuse a filter that draws again until the batch of all rollouts is full.
+    """Raise PlacementError for algorithm.group_filter with several stages or rollout processes.
 
-    Args:
-        p: The plan.
-        group_filter: algorithm.group_filter.
-        stages_only: Whether only stages are refused, because each process fills its own share.
-
-    Raises:
-        PlacementError: Rollouts have several stages or processes.
+    ``stages_only``: several processes are possible, because each one fills its own share.
     """
     parts = p.stages * (1 if stages_only else p.processes("rollout"))
     if parts > 1:

@@ -166,12 +166,9 @@ class ReasoningRollout:
         if self.filter is None:
             # Draw one batch of prompts; this process takes its part.
             rows = self.sampler.next()
-            rank, world = self.ranks.rank, self.ranks.world
-            begin, end = (r * len(rows) // world for r in (rank, rank + 1))
-            response_offset = rank * (end - begin) * self.group_size
-            trajectory, metrics, grades = self._respond(
-                rows[begin:end], response_offset, update, version
-            )
+            count, rank = len(rows) // self.ranks.world, self.ranks.rank
+            rows, offset = rows[rank * count :][:count], rank * count * self.group_size
+            trajectory, metrics, grades = self._respond(rows, offset, update, version)
             refuse_failures(grades, self.graders.last_failure, "update")
             return trajectory, metrics
         rounds: list[Metrics] = []
