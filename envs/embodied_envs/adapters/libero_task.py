@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import importlib.util
 import json
@@ -117,6 +118,8 @@ class LiberoTask(gymnasium.Env):
         file, self._states = self.scenes[self.task]
         import_package(f"libero/{self.suite}", assets)
         with discard_output(stderr=True):
+            bindings = importlib.import_module("robosuite.utils.binding_utils")
+            bindings.MjSim.from_xml_string = classmethod(_compile)
             return importlib.import_module("libero.libero.envs").OffScreenRenderEnv(
                 bddl_file_name=file,
                 camera_names=list(self.cameras),
@@ -146,6 +149,22 @@ class LiberoTask(gymnasium.Env):
             image = obs[f"{name}_image"][::-1, :: -1 if self.mirror else 1]
             out[name] = np.ascontiguousarray(image.transpose(2, 0, 1))
         return out
+
+
+def _compile(sim: Any, xml: str) -> Any:
+    """Replace robosuite's ``MjSim.from_xml_string`` by one that takes 0.5 GB less; equal images.
+
+    MuJoCo keeps the assets of the last XML string and of all files; robosuite's renderer has a
+    shadow map (64 MB) for lights that cast no shadows.
+    """
+    mujoco: Any = importlib.import_module("mujoco")
+    model = mujoco.MjSpec.from_string(xml).compile()
+    mujoco.mj_clearCache(mujoco.mj_getCache())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)  # return the freed memory of MuJoCo's threads
+    if not model.light_castshadow.any():
+        model.vis.quality.shadowsize = 0
+    return sim(model)
 
 
 def make_tasks(
