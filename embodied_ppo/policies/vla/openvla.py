@@ -38,6 +38,7 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.policies.backbone import InferenceModule
 from embodied_ppo.policies.checkpoint_files import config_errors, import_transformers, pad_left
 from embodied_ppo.policies.decoder import Attend, Decoder, ModuleReference
+from embodied_ppo.policies.vla.published_weights import TABLES
 
 BOS, STOP, EMPTY = 1, 2, 29871
 """Llama 2's ids of begin and end of sequence, and of the empty word before the action."""
@@ -48,22 +49,9 @@ CROPPED_AREA = 0.9  # share of an image's area that remains after ``center_crop`
 
 
 # ------------------------------------------------------------------------------------ configuration
-DINO: dict[str, Any] = {
-    "hidden_size": 1024,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "mlp_ratio": 4,
-    "patch_size": 14,
-    "num_register_tokens": 4,
-}
+DINO: dict[str, Any] = TABLES["openvla"]["dino"]
 """Fields of transformers' Dinov2WithRegistersConfig for timm's vit_large_patch14_reg4_dinov2."""
-SIGLIP: dict[str, Any] = {
-    "hidden_size": 1152,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "intermediate_size": 4304,
-    "patch_size": 14,
-}
+SIGLIP: dict[str, Any] = TABLES["openvla"]["siglip"]
 """Fields of SiglipVisionConfig for timm's vit_so400m_patch14_siglip_224 and _384."""
 
 

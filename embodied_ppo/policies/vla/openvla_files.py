@@ -27,7 +27,7 @@ from embodied_ppo.policies.checkpoint_files import (
 )
 from embodied_ppo.policies.vla import published_weights
 from embodied_ppo.policies.vla.openvla import DINO, MEANS, SIGLIP, OpenVLABody, OpenVLAConfig
-from embodied_ppo.policies.vla.published_weights import Patterns, PublishedTensor, Targets
+from embodied_ppo.policies.vla.published_weights import PublishedTensor, Targets
 
 BACKBONES = {"dinosiglip-vit-so-224px": 224, "dinosiglip-vit-so-384px": 384}
 """vision_backbone_id -> side of the square image, pixels."""
@@ -220,24 +220,7 @@ class ActionTokens:
 
 
 # ------------------------------------------------------------------------------------------ weights
-NAMES: Patterns = (
-    (r"^dino\.", "vision_backbone.featurizer."),
-    (r"^siglip\.", "vision_backbone.fused_featurizer."),
-    (r"\.embeddings\.cls_token$", ".cls_token"),
-    (r"\.embeddings\.register_tokens$", ".reg_token"),
-    (r"\.embeddings\.position_embedding(s|\.weight)$", ".pos_embed"),
-    (r"\.embeddings\.patch_embedding(s\.projection)?\.", ".patch_embed.proj."),
-    (r"\.encoder\.layers?\.(\d+)\.", r".blocks.\1."),
-    (r"\.layer_norm([12])\.", r".norm\1."),
-    (r"\.layer_scale([12])\.lambda1$", r".ls\1.scale_factor"),
-    (r"\.head\.probe$", ".attn_pool.latent"),
-    (r"\.head\.attention\.in_proj_", ".attn_pool.q_kv."),
-    (r"\.head\.attention\.out_proj\.", ".attn_pool.proj."),
-    (r"\.head\.(layernorm|mlp)", r".attn_pool.\1"),
-    (r"\.(self_attn|attention)\.[qkv]_proj\.", ".attn.qkv."),
-    (r"\.(self_attn|attention)\.(o|out)_proj\.", ".attn.proj."),
-    (r"\.(post_)?layernorm\.", ".norm."),
-)
+NAMES = published_weights.patterns("openvla", "modules")
 """Substitutions: parameter of a vision tower -> published key; q, k and v are rows of one key."""
 TOWER = "vision_backbone."
 

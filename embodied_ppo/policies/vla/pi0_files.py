@@ -29,10 +29,12 @@ from embodied_ppo.policies.checkpoint_files import (
     read_json,
 )
 from embodied_ppo.policies.vla.published_weights import (
+    TABLES,
     Patterns,
     PublishedTensor,
     Targets,
     load,
+    patterns,
     read_headers,
     read_kind,
     substitute,
@@ -40,61 +42,26 @@ from embodied_ppo.policies.vla.published_weights import (
 
 MAX_WORDS = {"pi0": 48, "pi05": 200}
 """Tokens of a prompt after which lerobot and openpi cut it off, where config.json has no number."""
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("adapt_to_pi_aloha", "use_delta_joint_actions_aloha"), (False,)),
-    **dict.fromkeys(("use_visual_memory", "use_proprioceptive_memory"), (False,)),
-}
+SUPPORTED: dict[str, list[Any]] = TABLES["pi0"]["supported"]
 """Values of lerobot's options that are read here."""
 VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
 """Values of lerobot's and openpi's options for the published sizes, the defaults of PI0Config."""
 PERIODS = ("min_period", "max_period")
 SHARED_FIELDS = ("chunk_size", "max_state_dim", "max_action_dim", "num_inference_steps", *PERIODS)
 """Fields that the config.json of lerobot and of transformers have in common."""
-LARGEST = {
-    **dict.fromkeys(("chunk_size", "action_horizon", "image_size", "patch_size"), 10**4),
-    **dict.fromkeys(("max_state_dim", "max_action_dim", "action_dim"), 10**4),
-    **dict.fromkeys(("tokenizer_max_length", "head_dim"), 10**5),
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1000),
-    **dict.fromkeys(("hidden_size", "intermediate_size"), 10**6),
-    "vocab_size": 10**7,
-    "scale_factor": 100,
-}
+LARGEST: dict[str, int] = TABLES["largest"]
 """Largest accepted values of fields of config.json that are positive whole numbers."""
 SECTIONS = ("vlm_config", "dit_config", "normalization_mapping")
 """Fields of config.json that are objects."""
 OPTIONAL = ("tokenizer_max_length", "normalization_mapping")  # fields that may be null
 
-PARAMETERS: Patterns = (
-    (r"^model\.(?=paligemma_with_expert|action_|state_proj|time_mlp|embed_action|model\.)", ""),
-    (r"^paligemma_with_expert\.paligemma\.", "paligemma."),
-    (r"^paligemma_with_expert\.gemma_expert\.lm_head\.", "expert.embed_tokens."),
-    (r"^paligemma_with_expert\.gemma_expert\.model\.", "expert."),
-    (r"^model\.dit\.", "expert."),
-    (r"^model\.vlm\.", "paligemma."),
-    (r"^paligemma\.model\.", "paligemma."),
-    (r"^paligemma\.language_model\.model\.", "paligemma.language_model."),
-    (r"^paligemma\.(language_model\.)?lm_head\.", "paligemma.language_model.embed_tokens."),
-    (r"^paligemma\.vision_tower\.vision_model\.", "paligemma.vision_tower."),
-    (r"^paligemma\.", "trunk.vlm."),
-    (r"^(embed_action_time\.)?(state_proj|action_in_proj|(action_)?time_mlp_)", r"embed.\2"),
-    (r"^action_out_proj\.", "velocity."),
-)
+PARAMETERS = patterns("pi0", "parameters")
 """Substitutions: a weight's name in published files or transformers -> that in ``pi0.PI0``."""
 UNREAD = "expert.embed_tokens.weight"
 """The expert embeds no words; some files lack its unused embeddings."""
-MODULES: Patterns = (
-    (r"^trunk\.vlm\.", "model.paligemma_with_expert.paligemma.model."),
-    (r"^expert\.", "model.paligemma_with_expert.gemma_expert.model."),
-    (r"^embed\.", "model."),
-    (r"^velocity\.", "model.action_out_proj."),
-)
+MODULES = patterns("pi0", "modules")
 """Substitutions that map names of ``pi0.PI0`` to those of the modules of lerobot's model."""
-TRANSFORMERS_MODULES: Patterns = (
-    (r"^trunk\.vlm\.", "model.vlm."),
-    (r"^expert\.", "model.dit."),
-    (r"^embed\.", "embed_action_time."),
-    (r"^velocity\.", "action_out_proj."),
-)
+TRANSFORMERS_MODULES = patterns("pi0", "transformers_modules")
 OPENPI_MODULES: Patterns = (*MODULES, (r"^model\.", ""))
 
 

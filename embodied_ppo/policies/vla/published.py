@@ -36,27 +36,13 @@ from embodied_ppo.policies.vla.pretrained import (
     RegressionVLA,
     Tokenize,
 )
+from embodied_ppo.policies.vla.published_weights import TABLES
 from embodied_ppo.policies.vla.smolvla import SmolVLA
 
 PREFIX = "published/"  # prefix of the values of model.checkpoint that name an entry of CONFIGS
-CONFIGS: dict[str, dict[str, Any]] = {
-    "pi0": {"type": "pi0"},
-    "pi05": {"type": "pi05"},
-    "smolvla": {"type": "smolvla", "vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"},
-    "openvla": {
-        "model_type": "openvla",
-        "vision_backbone_id": "dinosiglip-vit-so-224px",
-        "text_config": {"model_type": "llama", "vocab_size": 32064, "pad_token_id": 32000},
-    },
-}
+CONFIGS: dict[str, dict[str, Any]] = TABLES["configs"]
 """Name -> fields of its config.json; the defaults of missing fields are the published values."""
-RECIPES = {
-    "pi0_libero": "pi0",
-    "pi05_libero": "pi05",
-    "smolvla_libero": "smolvla",
-    "openvla_7b": "openvla",
-    "openvla_oft": "openvla",
-}
+RECIPES: dict[str, str] = TABLES["recipes"]
 """Shipped recipe -> entry of CONFIGS that planning uses if model.checkpoint is ``???``."""
 FLOW_FAMILIES: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA}
 """Policies of published flow models by the result of ``published_weights.read_kind``."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
+import yaml
 from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError, join_names, show
@@ -31,6 +32,9 @@ Patterns: TypeAlias = "Sequence[tuple[str, str]]"
 """Substitutions (regular expression, replacement) of names, in order."""
 FLOATING = ("F64", "F32", "F16", "BF16")
 """Types of weights in safetensors files that are read; others are quantised."""
+_FILE = Path(__file__).with_name("published.yaml")
+TABLES: dict[str, dict[str, Any]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+"""Model -> its sizes, and the names of its weights."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,11 @@ class Header(NamedTuple):
     file: Path
     shape: tuple[int, ...]
     dtype: str
+
+
+def patterns(model: str, name: str) -> Patterns:
+    """Return substitutions of TABLES."""
+    return tuple((pattern, replacement) for pattern, replacement in TABLES[model][name])
 
 
 def substitute(name: str, patterns: Patterns) -> str:

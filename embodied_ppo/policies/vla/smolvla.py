@@ -43,57 +43,14 @@ from embodied_ppo.policies.vla.prefix import PrefixCache, append_room, block, gr
 SELF_ATTENTION_EVERY = 2
 """Layer i of the expert has self-attention if i is a multiple of it, else cross-attention."""
 
-VLM_SIZES: dict[str, dict[str, Any]] = {
-    "HuggingFaceTB/SmolVLM2-500M-Video-Instruct": {
-        "text": {
-            "num_hidden_layers": 32,
-            "num_attention_heads": 15,
-            "num_key_value_heads": 5,
-            "head_dim": 64,
-            "hidden_size": 960,
-            "intermediate_size": 2560,
-            "vocab_size": 49280,
-            "rms_norm_eps": 1e-5,
-        },
-        "vision": {
-            "hidden_size": 768,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 12,
-            "image_size": 512,
-            "patch_size": 16,
-        },
-        "scale_factor": 4,
-    }
-}
+VLM_SIZES: dict[str, Any] = published_weights.TABLES["smolvla"]["vlm_sizes"]
 """Sizes of the models that ``vlm_model_name`` names; lerobot's directories lack them."""
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attention_mode": ("cross_attn",),
-    "add_image_special_tokens": (False,),
-    "adapt_to_pi_aloha": (False,),
-    "num_expert_layers": (-1, 0),
-    "prefix_length": (-1, 0),
-    "self_attn_every_n_layers": (SELF_ATTENTION_EVERY,),
-}
+SUPPORTED: dict[str, list[Any]] = published_weights.TABLES["smolvla"]["supported"]
 """Values of lerobot's options that are read here; the first one is its default."""
 
-PARAMETERS: published_weights.Patterns = (
-    (r"^model\.vlm_with_expert\.vlm\.model\.vision_model\.", "trunk.vlm.vision_tower."),
-    (r"^model\.vlm_with_expert\.vlm\.model\.connector\.", "trunk.vlm.multi_modal_projector."),
-    (r"^model\.vlm_with_expert\.vlm\.model\.text_model\.", "trunk.vlm.language_model."),
-    (r"^model\.(vlm_with_expert\.lm_expert|dit)\.", "expert."),
-    (r"^model\.state_proj\.", "trunk.vlm.state_proj."),
-    (r"^model\.vlm\.", "trunk.vlm."),
-    (r"^(model|embed_action_time)\.(action_in_proj|action_time_mlp_)", r"embed.\2"),
-    (r"^(model\.)?action_out_proj\.", "velocity."),
-)
+PARAMETERS = published_weights.patterns("smolvla", "parameters")
 """Substitutions: a weight's name in lerobot's files or ``SmolVLAModel`` -> that in ``SmolVLA``."""
-MODULES: published_weights.Patterns = (
-    (r"^trunk\.vlm\.language_model\.", "model.vlm_with_expert.vlm.model.text_model."),
-    (r"^expert\.", "model.vlm_with_expert.lm_expert."),
-    (r"^embed\.", "model."),
-    (r"^velocity\.", "model.action_out_proj."),
-)
+MODULES = published_weights.patterns("smolvla", "modules")
 """Substitutions that map names of ``SmolVLA`` to those of lerobot's modules."""
 WAVELENGTH = 10_000.0  # largest wavelength of the rotary positions, in place of SmolVLM2's 100,000
 
