@@ -38,19 +38,7 @@ SPEEDS = {"1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0, "2": 2.0}
 AXES = (1, 0, 2, 3)
 """Axis of a gamepad that sets each command, in their order: forward and to the left by the left
 stick, turning by the right one. Up and left are negative."""
-GAMEPAD = """
-let last = "axes";
-setInterval(() => {
-  const pad = [...navigator.getGamepads()].find(x => x && x.connected);
-  const axes = pad ? pad.axes.map(x => Math.abs(x) < 0.1 ? 0 : +x.toFixed(2)) : [];
-  const text = ["axes", ...axes].join(" ");
-  const field = [...document.querySelectorAll("input")].find(x => x.value.startsWith("axes"));
-  if (text === last || !field) return;
-  last = text;
-  Object.getOwnPropertyDescriptor(HTMLInputElement.prototype, "value").set.call(field, text);
-  field.dispatchEvent(new Event("input", {bubbles: true}));
-}, 50);
-"""
+GAMEPAD = (Path(__file__).parent / "templates" / "gamepad.js").read_text(encoding="utf-8")
 """Writes the axes of the first gamepad into the field "Gamepad", as if a user wrote them; the
 library sends no other events of a browser."""
 PUSHES = {"forward": (1.0, 0.0), "back": (-1.0, 0.0), "left": (0.0, 1.0), "right": (0.0, -1.0)}

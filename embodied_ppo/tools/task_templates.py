@@ -2,52 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import mujoco
 import numpy as np
+import yaml
 
 from embodied_envs.base.errors import EnvError
 from embodied_envs.robots.pick import find_gripper
 from embodied_envs.robots.robot_model import HINGE, Array, RobotModel
 from embodied_envs.robots.velocity import QUADRUPED, VelocityTask
 
-BIPED = QUADRUPED | {
-    "tracking_ang_vel": {"weight": 0.75, "sigma": 0.25},
-    "lin_vel_z": {"weight": 0.0},
-    "ang_vel_xy": {"weight": -0.15},
-    "orientation": {"weight": -2.0},
-    "feet_air_time": {"weight": 2.0, "threshold_s": 0.2},
-    "all_feet_down": {"weight": 0.0},
-    "feet_slip": {"weight": -0.25},
-    "feet_phase": {"weight": 1.0, "height_m": 0.12},
-    "stand_still": {"weight": -1.0},
-    "termination": {"weight": -1.0},
-}
-"""After G1, T1 and Berkeley Humanoid in MuJoCo Playground (d5e6b47)."""
-LIMITS = {"dof_pos_limits": {"weight": -1.0}, "undesired_contacts": {"weight": -0.1}}
-"""Of robots of whose parts not only the feet collide."""
+_FILE = Path(__file__).parent / "templates" / "rewards.yaml"
+REWARDS: dict[str, dict[str, dict[str, float]]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+"""Terms of hover, reach and pick; of robots with feet those besides QUADRUPED."""
 TORQUE = -0.22
 """Weight of the squared torques as shares of weight times height of the base (Go1Joystick)."""
-HOVER: dict[str, dict[str, float]] = {
-    "target": {"weight": 1.0, "scale_m": 0.8},
-    "base_lin_vel": {"weight": -0.003},
-    "base_ang_vel": {"weight": -0.001},
-    "action_rate": {"weight": -0.001},
-}
-"""Those of Isaac Lab's quadcopter (089c74d), divided by 15."""
-REACH: dict[str, dict[str, float]] = {
-    "distance": {"weight": -1.0},
-    "target": {"weight": 0.5, "scale_m": 0.1},
-    "action_rate": {"weight": -0.001},
-    "joint_vel": {"weight": -0.0005},
-}
-"""Those of Isaac Lab's reach tasks (032e26b), times 5."""
-PICK: dict[str, dict[str, float]] = {
-    "progress": {"weight": 10.0, "reach": 1.0, "grasp": 1.0, "lift": 1.0, "carry": 2.0},
-    "ground_contact": {"weight": -0.1},
-}
-"""Those of PandaPickCube."""
 GAIT_HZ = 1.5  # steps per second of each foot of a biped
 HALF_RANGE_M = {"hover": 1.0, "reach": 0.2, "pick": 0.15}
 """Largest distance of the target from home in x, y and z, m; of an arm at most 0.3 lengths."""
@@ -93,13 +64,13 @@ def parts(robot: RobotModel, template: str) -> dict[str, Any]:
         if hovers:  # above the ground
             ranges["z"][0] = max(ranges["z"][0], round(float(place[2]), 3))
         tip_line = f'tip = "{tip}"  # site or body that moves to the target'
-        parts |= {"module": "target", "base": "TargetTask", "rewards": HOVER if hovers else REACH}
+        parts |= {"module": "target", "base": "TargetTask", "rewards": REWARDS[template]}
         parts |= {"commands": ranges, "attributes": [tip_line], "added": 6 if hovers else 3}
         if gripper is not None:
             start = "\n    ".join(f"cube_{k}_m = {tuple(ranges[k])}  # its start" for k in "xy")
             low = round(gripper.ground_m + LIFT_M, 3)
             ranges["z"] = [low, round(low + 2 * size, 3)]
-            parts |= {"module": "pick", "base": "PickTask", "rewards": PICK, "attributes": [start]}
+            parts |= {"module": "pick", "base": "PickTask", "attributes": [start]}
             parts["added"] += 10 + robot.model.nu
     return parts
 
@@ -108,7 +79,8 @@ def velocity_rewards(robot: RobotModel) -> dict[str, dict[str, float]]:
     """Return the terms for a robot with two or more feet."""
     scale = robot.weight * float(robot.home[robot.base_qpos + 2])  # N m
     torques = {"torques": {"weight": float(f"{TORQUE / scale**2:.2g}")}}
-    return {**(BIPED if len(robot.feet) == 2 else QUADRUPED), **torques, **LIMITS}
+    biped = REWARDS["biped"] if len(robot.feet) == 2 else {}
+    return {**QUADRUPED, **biped, **torques, **REWARDS["limits"]}
 
 
 def _tip_of(robot: RobotModel) -> str:

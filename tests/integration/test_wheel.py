@@ -133,14 +133,14 @@ def test_imports_are_declared() -> None:
         for r in extras[extra]
     }
 
-    imported, files = set(), (path for name in INSTALLED for path in (ROOT / name).rglob("*.py"))
-    # Examples of a bundle import the robot's SDK; its files import each other without a package.
-    for path in (x for x in files if x.name not in ("robot_unitree.py", "robot_ros2.py")):
+    imported = set()
+    for path in (path for name in INSTALLED for path in (ROOT / name).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 imported.add(node.module.split(".")[0])
+    # The files of a bundle import each other without a package.
     imported -= {*sys.stdlib_module_names, "embodied_ppo", "embodied_envs", "robot_loop"}
     owners = packages_distributions()
     used = {canonicalize_name(owner) for name in imported for owner in owners.get(name, [name])}

@@ -21,8 +21,10 @@ from embodied_ppo.tools.deploy import run_policy
 from embodied_ppo.tools.task_generator import source_templates
 
 TRACKED = 3  # episodes of each command in the evaluation of the tracking error
-FILES = ("robot_loop.py", "mujoco_robot.py", "robot_unitree.py", "robot_ros2.py")
+FILES = ("robot_loop.py", "mujoco_robot.py")
 """Files of this folder that run a policy on a robot."""
+SOURCES = ("observation.py", "my_robot.py", "robot_unitree.py", "robot_ros2.py")
+"""Files that templates generate; the last two are examples of a robot."""
 
 LEAST_VELOCITY, VELOCITY_FACTOR = 10.0, 2.0
 """Velocity of a joint, rad/s or m/s, at which the loop stops the robot: at least the first, and the
@@ -199,7 +201,7 @@ def write_files(
     numbers = list(zip(spec["names"] or [], units, strict=False))
     sources = source_templates()
     sources.filters["rows"] = lambda values: pformat(list(values), width=90, compact=True)
-    for name in ("observation.py", "my_robot.py"):
+    for name in SOURCES:
         text = sources.get_template(f"{name}.j2").render(info, spec=spec, numbers=numbers)
         (out / name).write_text(text, encoding="utf-8")
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from embodied_ppo.tools.deploy.run_policy import Policy
 from embodied_ppo.training import trained_run
 
 __all__ = ["pytestmark"]
+EXAMPLES = ("robot_unitree.py", "robot_ros2.py")
 TASK = """
 from pathlib import Path
 from embodied_envs.robots.robot_task import RobotTask
@@ -488,13 +488,13 @@ def test_stub_and_wrong_options_are_refused(policy: Policy, tmp_path, capsys) ->
     assert (printed.out + printed.err).count("NotImplementedError: my_robot.py: write read()") == 1
 
 
-@pytest.mark.parametrize("name", ["run_policy.py", *robot_section.FILES])
-def test_files_of_the_bundle_are_python_3_8(name: str, tmp_path) -> None:
-    file = Path(run_policy.__file__).parent / name
+@pytest.mark.parametrize("name", ["run_policy.py", *robot_section.FILES, *EXAMPLES])
+def test_files_of_the_bundle_are_python_3_8(name: str) -> None:
+    tools = Path(run_policy.__file__).parents[1]
+    file = tools / "templates" / f"{name}.j2" if name in EXAMPLES else tools / "deploy" / name
     module = ast.parse(file.read_text(), feature_version=(3, 8))
     classes = {x.name: x for x in module.body if isinstance(x, ast.ClassDef)}
-    if name in ("robot_unitree.py", "robot_ros2.py"):
+    if name in EXAMPLES:
         (robot,) = classes.values()
         methods = {x.name for x in robot.body if isinstance(x, ast.FunctionDef)}
         assert {"__init__", "read", "write", "stop"} <= methods
-    shutil.copyfile(file, tmp_path / name)
