@@ -1,11 +1,26 @@
-"""Charts of report pages in SVG units, and the format of numbers on them."""
+"""Templates of pages, their charts in SVG units, and the format of numbers on them."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+
+import jinja2
+
+
+@functools.cache
+def page_templates(package: str) -> jinja2.Environment:
+    """Return the templates of HTML pages in a package's folder "templates"."""
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader(package, "templates"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
 
 
 def number(x: float, like: float | None = None) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 import itertools
 import json
 import math
@@ -23,7 +22,14 @@ from embodied_envs.base.random import TRAINING_SEEDS
 from embodied_ppo.core.guarded_files import read_object, replace_file
 from embodied_ppo.evaluation import paired as paired_differences
 from embodied_ppo.evaluation import robustness as robustness_card
-from embodied_ppo.evaluation.charts import Chart, line_chart, number, percent, short
+from embodied_ppo.evaluation.charts import (
+    Chart,
+    line_chart,
+    number,
+    page_templates,
+    percent,
+    short,
+)
 from embodied_ppo.evaluation.episodes import Episode, EvaluationResult, deviation, mean_interval
 from embodied_ppo.evaluation.video import Video
 from embodied_ppo.training.run_files import METRICS, metric_rows
@@ -334,16 +340,9 @@ def _summary(values: list[float], independent: list[float]) -> dict[str, Any]:
     }
 
 
-@functools.cache
 def template(name: str) -> jinja2.Template:
     """Return the template of a page, which is compiled once per process."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("embodied_ppo.evaluation", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_templates("embodied_ppo.evaluation")
     environment.filters |= {"number": number, "percent": percent, "short": short, "cut": cut}
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
     return environment.get_template(name)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 from urllib.parse import urlencode
 
-import jinja2
-
-from embodied_ppo.evaluation.charts import number
+from embodied_ppo.evaluation.charts import number, page_templates
 from embodied_ppo.training import generations
 
 PAGE = 50  # number of responses, or with a second update of prompts, on a page
@@ -56,7 +53,9 @@ def render(run: str, label: str, folder: Path, query: Mapping[str, Sequence[str]
     def address(number: int) -> str:
         return f"?{urlencode({**fields, 'page': number})}"
 
-    return _template().render(
+    environment = page_templates("embodied_ppo.tools")
+    environment.filters |= {"facts": _facts, "tokens": _tokens}
+    return environment.get_template("generations.html.j2").render(
         label=label,
         names=names,
         filters=FILTERS,
@@ -119,17 +118,3 @@ def _tokens(line: Mapping[str, Any]) -> list[list[str]]:
 def _cell(x: float | None) -> str:
     """Format a number of a token."""
     return "–" if x is None else str(x) if isinstance(x, int) else number(x)
-
-
-@cache
-def _template() -> jinja2.Template:
-    """Return the template of the page."""
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("embodied_ppo.tools", "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"facts": _facts, "tokens": _tokens}
-    return environment.get_template("generations.html.j2")

@@ -78,18 +78,13 @@ def files(value: Any, source: Source) -> Any:
 
 def differences_of(source: Source) -> dict[str, str]:
     """Return the differences that no option of ours removes."""
-    differences: dict[str, str] = {}
-    if (ratio := source.get("actor.lr_warmup_ratio", 0.03)) > 0:
-        differences["actor.lr_warmup_ratio"] = (
-            f"a fraction of all updates; write algorithm.lr_warmup = {ratio:g} x updates"
-        )
-    if source.get("reward.model_name_or_path") and not source.get("critic.model_name_or_path"):
-        differences["reward.model_name_or_path"] = (
-            "their critic starts from the reward model, ours from the actor"
-        )
-    if source.get(f"{IS}_enable") and source.get(f"{IS}_type", "tis") == "tis":
-        differences[f"{IS}_enable"] = "their weights have a lower bound, too"
-    return differences
+    ratio, has_critic = source.get("actor.lr_warmup_ratio", 0.03), "critic.model_name_or_path"
+    conditions = {
+        "warmup": ratio > 0,
+        "critic": source.get("reward.model_name_or_path") and not source.get(has_critic),
+        "bound": source.get(f"{IS}_enable") and source.get(f"{IS}_type", "tis") == "tis",
+    }
+    return rules.differences("openrlhf", conditions, ratio=ratio)
 
 
 SIMPLE = {

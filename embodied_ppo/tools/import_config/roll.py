@@ -238,21 +238,14 @@ def sequence_length(value: Any, source: Source) -> Any:
 
 def differences_of(source: Source) -> dict[str, str]:
     """Return the differences that no option of ours removes."""
-    differences: dict[str, str] = {}
-    kind = source.get("reward_norm")
-    if kind in ("batch", "group") and isinstance(old_norm(kind, source), dict):
-        differences["reward_norm"] = f"an option {OLD_NORM}; a later version ignores it"
-    if source.get("loss_agg_mode") == SUM_NORM and sum_norm_factor(source) is None:
-        differences["loss_agg_mode"] = (
-            "write algorithm.loss_scale_factor = (sequence_length - 1) / responses of a step: their"
-            " loss is the sum over all sequences of a step / (sequence_length - 1)"
-        )
-    if has_critic(source) and (source.get("lambd", 0.95) != 1 or source.get("gamma", 1) != 1):
-        differences["lambd"] = (
-            "their GAE starts at the end of the padding with the critic's value there, ours at the"
-            " last token"
-        )
-    return differences
+    kind, sums = source.get("reward_norm"), source.get("loss_agg_mode") == SUM_NORM
+    discounts = source.get("lambd", 0.95) != 1 or source.get("gamma", 1) != 1
+    conditions = {
+        "norm": kind in ("batch", "group") and isinstance(old_norm(kind, source), dict),
+        "sum": sums and sum_norm_factor(source) is None,
+        "end": has_critic(source) and discounts,
+    }
+    return rules.differences("roll", conditions, old=OLD_NORM)
 
 
 ROLL = load(

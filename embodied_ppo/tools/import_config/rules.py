@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from embodied_ppo.options.schema import AlgorithmConfig
-from embodied_ppo.tools.import_config.table import Answer, Reason, Rule, Source
+from embodied_ppo.tools.import_config.table import Answer, Reason, Rule, Source, read_table
 
 
 def engine(value: Any, source: Source) -> Answer:
@@ -36,6 +36,22 @@ SHARED: dict[str, Rule] = {
     "at_least_zero": lambda value, source: max(0, value or 0),
     "rounded_up": lambda value, source: math.ceil(value),
 }
+
+
+def differences(name: str, conditions: Mapping[str, Any], **numbers: Any) -> dict[str, str]:
+    """Return their option -> what no option of ours changes, from a table.
+
+    Args:
+        name: Name of the file, without its suffix. Its ``differences`` has such pairs by condition.
+        conditions: Condition -> whether it holds.
+        numbers: Values of the names in braces of the texts.
+    """
+    return {
+        path: text.format(**numbers)
+        for condition, texts in read_table(name)["differences"].items()
+        if conditions[condition]
+        for path, text in texts.items()
+    }
 
 
 def whole_prompts(responses: int, group: int) -> Any:

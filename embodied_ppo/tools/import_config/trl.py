@@ -196,43 +196,26 @@ def correction(value: Any, source: Source) -> Answer:
 
 def grpo_differences_of(source: Source) -> dict[str, str]:
     """Return the differences that no option of ours removes."""
-    differences: dict[str, str] = {}
     loss, step = source.get("loss_type", "dapo"), step_responses(source)
     parts = generated_responses(source) // step
     accumulated = step // size_product(source, "per_device_train_batch_size")
-    if loss == "bnpo" and accumulated > 1:
-        differences["loss_type"] = (
-            "their mean is over the tokens of a micro-batch, and the means of the"
-            f" {accumulated} micro-batches of a step count equally; ours is over all its tokens"
-        )
-    if loss in ("dapo", "cispo") and parts > 1:
-        differences["loss_type"] = (
-            f"they divide by the tokens of the generated batch / {parts}, ours by those of the"
-            " optimiser step"
-        )
-    if source.get("beta", 0.0) and source.get("use_bias_correction_kl", True):
-        differences["beta"] = (
-            "they multiply the KL term by the probability ratio (use_bias_correction_kl=true); ours"
-            " is the k3 estimator alone"
-        )
+    conditions = {
+        "micro_batches": loss == "bnpo" and accumulated > 1,
+        "generation": loss in ("dapo", "cispo") and parts > 1,
+        "kl": source.get("beta", 0.0) and source.get("use_bias_correction_kl", True),
+        "shuffle": source.get("num_iterations", 1) > 1 or parts > 1,
+    }
+    found = rules.differences("trl_grpo", conditions, accumulated=accumulated, parts=parts)
     certain = [*TRAINERS["names"], "loss_type"]
     if not any(source.get(name) for name in certain) and not (
         set(TRAINERS["grpo"].split()) & source.values.keys()
     ):
         rloo = TRAINERS["grpo_or_rloo"].split()
-        differences[next(name for name in source.values if name in rloo)] = (
-            "write _target_: trl.GRPOConfig into the file if it is GRPO's: RLOOConfig has it, too,"
-            " and is another algorithm"
-        )
+        found[next(name for name in source.values if name in rloo)] = TRAINERS["uncertain"]
     reason = correction(None, source)
     if source.get("use_vllm") and isinstance(reason, Reason) and "rejects" in reason:
-        differences["use_vllm"] = reason
-    if source.get("num_iterations", 1) > 1 or parts > 1:
-        differences["num_iterations"] = (
-            "they shuffle responses between the optimiser steps of a generation, ours shuffles"
-            " prompts with all their responses"
-        )
-    return differences
+        found["use_vllm"] = reason
+    return found
 
 
 # ---------------------------------------------------------------------------------------------- PPO
@@ -272,24 +255,15 @@ def model_name(value: Any, source: Source) -> Answer:
 
 def differences_of(source: Source) -> dict[str, str]:
     """Return the differences that no option of ours removes."""
-    differences: dict[str, str] = {}
-    if source.get("max_grad_norm") and not source.has("deepspeed"):
-        differences["max_grad_norm"] = (
-            "their PPO reads it with DeepSpeed only; the imported config does not clip either"
-        )
-    if source.get("whiten_rewards"):
-        differences["whiten_rewards"] = (
-            "their whitening is separate in each process and includes the position of the score"
-        )
     accumulated = int(source.get("gradient_accumulation_steps", 1))
     parts = int(source.get("num_mini_batches", 1))
-    if accumulated > 1 and parts > 1:
-        size = batch_size(source) // max(1, parts // accumulated)
-        differences["num_mini_batches"] = (
-            f"write algorithm.global_batch_size={size}: their optimiser steps once in"
-            f" gradient_accumulation_steps = {accumulated} backward passes, across minibatches"
-        )
-    return differences
+    conditions = {
+        "clipping": source.get("max_grad_norm") and not source.has("deepspeed"),
+        "whitening": source.get("whiten_rewards"),
+        "steps": accumulated > 1 and parts > 1,
+    }
+    size = batch_size(source) // max(1, parts // max(1, accumulated))
+    return rules.differences("trl_ppo", conditions, size=size, accumulated=accumulated)
 
 
 # ----------------------------------------------------------------------------------------- trainers

@@ -69,13 +69,7 @@ def aggregation(value: Any, source: Source) -> Answer:
 
 def differences_of(source: Source) -> dict[str, str]:
     """Return the differences that no option of ours removes."""
-    if source.get(AGGREGATION) != "seq-mean-token-sum-norm":
-        return {}
-    difference = (
-        "their loss is the sum over the sequences of a micro-batch, ours the mean over all: their"
-        " loss is ppo_micro_batch_size_per_gpu times ours, so grad_clip takes effect earlier"
-    )
-    return {AGGREGATION: difference}
+    return rules.differences("verl", {"sum": source.get(AGGREGATION) == "seq-mean-token-sum-norm"})
 
 
 def loss_mode(value: Any, source: Source) -> Answer:
