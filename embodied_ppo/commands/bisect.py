@@ -1,4 +1,7 @@
-"""`embodied-ppo bisect`: find where a condition on a metric first held in a run."""
+"""`embodied-ppo bisect`: find where a condition on a metric first held in a run.
+
+Example: bisect runs/NAME/DATE-SEED "policy/approx_kl > 0.1"
+"""
 
 from __future__ import annotations
 

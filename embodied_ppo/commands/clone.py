@@ -1,4 +1,7 @@
-"""`embodied-ppo clone`: train a policy by cloning demonstrations only."""
+"""`embodied-ppo clone`: train a policy by cloning demonstrations only.
+
+Example: clone experiment=tabletop_token cloning.dataset=demos/reach
+"""
 
 from __future__ import annotations
 

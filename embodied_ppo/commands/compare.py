@@ -1,4 +1,7 @@
-"""`embodied-ppo compare`: evaluate runs on the same initial states; differences with intervals."""
+"""`embodied-ppo compare`: evaluate runs on the same initial states; differences with intervals.
+
+Example: compare runs/A runs/B episodes=100
+"""
 
 from __future__ import annotations
 

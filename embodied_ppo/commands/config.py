@@ -1,4 +1,7 @@
-"""`embodied-ppo config`: show every option with its value, source and meaning."""
+"""`embodied-ppo config`: show every option with its value, source and meaning.
+
+Example: config experiment=quickstart --only gamma
+"""
 
 from __future__ import annotations
 

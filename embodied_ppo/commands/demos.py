@@ -1,4 +1,7 @@
-"""`embodied-ppo demos`: record demonstrations of a task's scripted expert."""
+"""`embodied-ppo demos`: record demonstrations of a task's scripted expert.
+
+Example: demos experiment=tabletop_token out=demos/reach episodes=2000
+"""
 
 from __future__ import annotations
 

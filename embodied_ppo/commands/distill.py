@@ -1,4 +1,7 @@
-"""`embodied-ppo distill`: train a student to act as a trained teacher, from other observations."""
+"""`embodied-ppo distill`: train a student to act as a trained teacher, from other observations.
+
+Example: distill teacher=runs/NAME/DATE-SEED experiment=tabletop_pixels
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`embodied-ppo doctor`: check this machine and print a fix for every problem."""
+"""`embodied-ppo doctor`: check this machine and print a fix for every problem.
+
+Example: doctor
+"""
 
 from __future__ import annotations
 

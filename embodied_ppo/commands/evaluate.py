@@ -1,4 +1,7 @@
-"""`embodied-ppo evaluate`: measure a checkpoint and write a report."""
+"""`embodied-ppo evaluate`: measure a checkpoint and write a report.
+
+Example: evaluate checkpoint=runs/NAME/DATE-SEED episodes=100
+"""
 
 from __future__ import annotations
 

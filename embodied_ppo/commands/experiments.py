@@ -1,4 +1,7 @@
-"""`embodied-ppo experiments`: list the experiments."""
+"""`embodied-ppo experiments`: list the experiments.
+
+Example: experiments --json
+"""
 
 from __future__ import annotations
 

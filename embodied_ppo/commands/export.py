@@ -1,4 +1,7 @@
-"""`embodied-ppo export`: write a robot policy for ONNX Runtime, a model for transformers."""
+"""`embodied-ppo export`: write a robot policy for ONNX Runtime, a model for transformers.
+
+Example: export checkpoint=runs/NAME/DATE-SEED out=DIR
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`embodied-ppo fit`: rewrite a recipe for other devices, with smaller micro-batches."""
+"""`embodied-ppo fit`: rewrite a recipe for other devices, with smaller micro-batches.
+
+Example: fit experiment=tabletop_token --devices 1 > my_configs/experiment/small.yaml
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`embodied-ppo fork`: train a branch of a run from one of its updates, with changed options."""
+"""`embodied-ppo fork`: train a branch of a run from one of its updates, with changed options.
+
+Example: fork runs/NAME/DATE-SEED update=40 algorithm.lr=1e-4
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`embodied-ppo import-config`: turn options of other trainers into an experiment."""
+"""`embodied-ppo import-config`: turn options of other trainers into an experiment.
+
+Example: import-config verl ppo_trainer.yaml --out my_configs/experiment/mine.yaml
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`embodied-ppo import-policy`: turn a trained policy of another library into a run."""
+"""`embodied-ppo import-policy`: turn a trained policy of another library into a run.
+
+Example: import-policy sb3 model.zip normalizer=vec_normalize.pkl experiment=halfcheetah
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The console command: run the command's module, print one line per error, return an exit code.
 
-To add a command, write its module (``add_arguments`` and ``run``) and an entry of ``COMMANDS``.
+To add a command, write its module (``add_arguments`` and ``run``) and add it to ``COMMANDS``.
 """
 
 from __future__ import annotations
@@ -41,31 +41,12 @@ OUT_OF_MEMORY = (
 """Messages of threading, torch and the dynamic loader when memory is exhausted."""
 
 
-COMMANDS = {
-    "train": "experiment=quickstart seed=1 algorithm.gamma=0.98",
-    "demos": "experiment=tabletop_token out=demos/reach episodes=2000",
-    "clone": "experiment=tabletop_token cloning.dataset=demos/reach",
-    "distill": "teacher=runs/NAME/DATE-SEED experiment=tabletop_pixels",
-    "evaluate": "checkpoint=runs/NAME/DATE-SEED episodes=100",
-    "compare": "runs/A runs/B episodes=100",
-    "fork": "runs/NAME/DATE-SEED update=40 algorithm.lr=1e-4",
-    "replay": "runs/NAME/DATE-SEED update=40 out=DIR",
-    "bisect": 'runs/NAME/DATE-SEED "policy/approx_kl > 0.1"',
-    "verify": "runs/NAME/DATE-SEED --updates 5",
-    "plan": "placement=hybrid cluster.num_nodes=2",
-    "watch": "runs/NAME --port 8000",
-    "play": "runs/NAME/DATE-SEED agent=trained",
-    "fit": "experiment=tabletop_token --devices 1 > my_configs/experiment/small.yaml",
-    "doctor": "",
-    "export": "checkpoint=runs/NAME/DATE-SEED out=DIR",
-    "serve": "runs/NAME/DATE-SEED --port 8000",
-    "config": "experiment=quickstart --only gamma",
-    "experiments": "--json",
-    "import-config": "verl ppo_trainer.yaml --out my_configs/experiment/mine.yaml",
-    "import-policy": "sb3 model.zip normalizer=vec_normalize.pkl experiment=halfcheetah",
-    "new-task": "my_robot --mjcf robot.xml",
-}
-"""Command -> arguments of an example. The first line of its module is its description."""
+COMMANDS = (
+    *("train", "demos", "clone", "distill", "evaluate", "compare", "fork", "replay", "bisect"),
+    *("verify", "plan", "watch", "play", "fit", "doctor", "export", "serve", "config"),
+    *("experiments", "import-config", "import-policy", "new-task"),
+)
+"""Each of them has a module, whose docstring has its description and an example."""
 REMOVED = {
     "search": "write python scripts/examples/search_options.py, which uses Optuna",
     "tune": "write train --multirun --jobs 1 placement=local,fused (docs/placement.md)",
@@ -76,18 +57,19 @@ UNSUPERVISED = ("watch", "doctor", "config", "experiments", "import-config", "ne
 
 
 # ---------------------------------------------------------------------------------------- arguments
-def _summary(name: str) -> str:
-    """Return what a command does, from the source of its module, which is not imported."""
+def _description(name: str) -> tuple[str, str]:
+    """Return what a command does, and an example, from its module, which is not imported."""
     file = Path(__file__).with_name(f"{name.replace('-', '_')}.py")
     with file.open(encoding="utf-8") as source:
-        return source.readline().partition("`: ")[2].strip().removesuffix('."""')
+        summary, _, example = (source.readline().strip() for _ in range(3))
+    return summary.partition("`: ")[2].removesuffix("."), example.removeprefix("Example: ")
 
 
 def _help() -> str:
     """Return the text of --help."""
-    width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name:<{width}}  {_summary(name)}" for name in COMMANDS)
-    examples = "\n".join(f"  {PROGRAM} {name} {example}" for name, example in COMMANDS.items())
+    width, described = max(map(len, COMMANDS)), {name: _description(name) for name in COMMANDS}
+    commands = "\n".join(f"  {name:<{width}}  {text}" for name, (text, _) in described.items())
+    examples = "\n".join(f"  {PROGRAM} {example}" for _, example in described.values())
     return (
         f"usage: {PROGRAM} COMMAND [--config-dir DIR] [--config-name NAME] [--quiet] [--json] "
         f"[option=value ...]\n\n"
@@ -113,16 +95,14 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{REMOVED[name]}: {name} was removed")
     if name not in COMMANDS:
         kind = "flag" if name.startswith("-") else "command"
-        raise UsageError(f"{name}: no such {kind}; {choose(name, list(COMMANDS), 'commands: ')}")
+        raise UsageError(f"{name}: no such {kind}; {choose(name, COMMANDS, 'commands: ')}")
     # Only one module is imported, because --help must be fast.
     command = importlib.import_module(f"embodied_ppo.commands.{name.replace('-', '_')}")
-    own = describe_own_options(name)
+    own, (summary, example) = describe_own_options(name), _description(name)
     parser = Parser(
         prog=f"{PROGRAM} {name}",
-        description=_summary(name),
-        epilog="\n\n".join(
-            [*([own] if own else []), f"example: {PROGRAM} {name} {COMMANDS[name]}"]
-        ),
+        description=summary,
+        epilog="\n\n".join([*([own] if own else []), f"example: {PROGRAM} {example}"]),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

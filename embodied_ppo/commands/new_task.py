@@ -1,4 +1,7 @@
-"""`embodied-ppo new-task`: write a task for a robot from its MJCF."""
+"""`embodied-ppo new-task`: write a task for a robot from its MJCF.
+
+Example: new-task my_robot --mjcf robot.xml
+"""
 
 from __future__ import annotations
 

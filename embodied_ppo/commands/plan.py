@@ -1,4 +1,7 @@
-"""`embodied-ppo plan`: show the devices and the predicted memory of the roles of a run."""
+"""`embodied-ppo plan`: show the devices and the predicted memory of the roles of a run.
+
+Example: plan placement=hybrid cluster.num_nodes=2
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`embodied-ppo play`: show a robot in the browser, drive and push it, and replay episodes."""
+"""`embodied-ppo play`: show a robot in the browser, drive and push it, and replay episodes.
+
+Example: play runs/NAME/DATE-SEED agent=trained
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`embodied-ppo replay`: recreate the rollout and the minibatches of an update."""
+"""`embodied-ppo replay`: recreate the rollout and the minibatches of an update.
+
+Example: replay runs/NAME/DATE-SEED update=40 out=DIR
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`embodied-ppo serve`: answer the requests of robots and simulators with a policy's actions."""
+"""`embodied-ppo serve`: answer the requests of robots and simulators with a policy's actions.
+
+Example: serve runs/NAME/DATE-SEED --port 8000
+"""
 
 from __future__ import annotations
 

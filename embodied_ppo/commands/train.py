@@ -1,4 +1,7 @@
-"""`embodied-ppo train`: train a robot policy or a language model; with -m, a sweep of runs."""
+"""`embodied-ppo train`: train a robot policy or a language model; with -m, a sweep of runs.
+
+Example: train experiment=quickstart seed=1 algorithm.gamma=0.98
+"""
 
 from __future__ import annotations
 

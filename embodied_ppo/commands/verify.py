@@ -1,4 +1,7 @@
-"""`embodied-ppo verify`: execute updates of a run again; compare tensors, metrics and reports."""
+"""`embodied-ppo verify`: execute updates of a run again; compare tensors, metrics and reports.
+
+Example: verify runs/NAME/DATE-SEED --updates 5
+"""
 
 from __future__ import annotations
 

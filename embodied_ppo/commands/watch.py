@@ -1,4 +1,7 @@
-"""`embodied-ppo watch`: serve a local page that shows runs while they train."""
+"""`embodied-ppo watch`: serve a local page that shows runs while they train.
+
+Example: watch runs/NAME --port 8000
+"""
 
 from __future__ import annotations
 
