@@ -52,6 +52,11 @@ def scale_policy(policy: ActorCritic, gain: float) -> ActorCritic:
     return policy
 
 
+def tables(test_file: str) -> dict[str, Any]:
+    """Return the tables in the YAML file beside a test module."""
+    return yaml.safe_load(Path(test_file).with_suffix(".yaml").read_text(encoding="utf-8"))
+
+
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return nested dictionaries for dotted paths: {"a.b": 1} -> {"a": {"b": 1}}."""
     tree: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import pytest
-from run_helpers import nested
+from run_helpers import nested, tables
 
 from embodied_envs.base.errors import LONGEST_LINE, ConfigError, fit_message, join_names, show
 from embodied_ppo.core.errors import PlacementError
@@ -393,39 +393,8 @@ def test_num_nodes_needs_a_placement() -> None:
 
 
 # ------------------------------------------------------------------------------------------ aliases
-OPTIONS_MD = {
-    # every alias of OPTIONS.md -> what it sets; a value that is not the default
-    "algorithm.adv_estimator": ("rloo", ["adv_type"]),
-    "algorithm.lam": (0.5, ["gae_lambda"]),
-    "algorithm.lambd": (0.5, ["gae_lambda"]),
-    "algorithm.whiten_advantages": (False, ["normalize_advantages"]),
-    "algorithm.num_return_sequences_in_group": (4, ["group_size"]),
-    "algorithm.rollout.n": (4, ["group_size"]),
-    "algorithm.clip_ratio": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
-    "algorithm.pg_clip": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
-    "algorithm.cliprange": (0.3, ["clip_ratio_low", "clip_ratio_high"]),
-    "algorithm.entropy_coeff": (0.02, ["entropy_bonus"]),
-    "algorithm.entropy_loss_coef": (0.02, ["entropy_bonus"]),
-    "algorithm.loss_agg_mode": ("seq-mean-token-sum", ["loss_agg_func"]),
-    "algorithm.target_kl": (0.02, ["target_kl_stop"]),
-    "algorithm.add_token_level_kl": (True, ["use_kl_in_reward"]),
-    "algorithm.kl_ctrl.init_kl_coef": (0.02, ["kl_ctrl.kl_coef"]),
-    "algorithm.kl_ctrl.kl_horizon": (500.0, ["kl_ctrl.horizon"]),
-    "algorithm.init_kl_coef": (0.02, ["kl_ctrl.kl_coef"]),
-    "algorithm.kl_horizon": (500.0, ["kl_ctrl.horizon"]),
-    "algorithm.rollout_is": ("token", ["off_policy_correction"]),
-    "algorithm.importance_sampling_fix": ("sequence", ["off_policy_correction"]),
-    "algorithm.value_cliprange": (0.4, ["value_clip"]),
-    "algorithm.cliprange_value": (0.4, ["value_clip"]),
-    "algorithm.vf_coef": (0.4, ["value_loss_coef"]),
-    "algorithm.c1": (0.4, ["value_loss_coef"]),
-    "algorithm.critic_warmup_steps": (3, ["critic_warmup"]),
-    "algorithm.ppo_epochs": (3, ["update_epoch"]),
-    "algorithm.num_ppo_epochs": (3, ["update_epoch"]),
-    "algorithm.ppo_mini_batch_size": (64, ["global_batch_size"]),
-    "algorithm.ppo_micro_batch_size": (64, ["micro_batch_size"]),
-    "algorithm.log_prob_micro_batch_size": (64, ["logprob_forward_micro_batch_size"]),
-}
+OPTIONS_MD: dict[str, tuple[Any, list[str]]] = tables(__file__)["options_md"]
+"""Every alias of OPTIONS.md -> a value that is not the default, and what it sets."""
 
 
 @pytest.mark.parametrize("alias", OPTIONS_MD)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import tables
 from torch import Tensor
 
 from embodied_envs.base import tree
@@ -18,42 +19,7 @@ from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.ppo import PPO
 from tests.ppo.test_robot_actor import N, T, experience, make
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "clipped": (
-        {"clip_ratio_c": 1.1, "value_clip": 0.1, "huber_delta": 0.5, "clip_ratio_low": 0.05},
-        {},
-    ),
-    "no clipping of gradients": (
-        {"max_grad_norm": None, "value_clip": None, "huber_delta": None},
-        {},
-    ),
-    "tight clipping of gradients": ({"max_grad_norm": 0.01}, {}),
-    "adam": (
-        {"adam_betas": (0.5, 0.9), "adam_eps": 0.1, "weight_decay": 0.1, "value_lr": 1e-2},
-        {},
-    ),
-    "entropy": (
-        {"entropy_bonus": 0.1, "logprob_type": "token_level", "entropy_type": "token_level"},
-        {},
-    ),
-    "kl": ({"use_kl_loss": True, "kl_loss_coef": 0.5}, {}),
-    "kl full": (
-        {"use_kl_loss": True, "kl_loss_type": "full", "kl_loss_coef": 0.5},
-        {"discrete": True},
-    ),
-    "off-policy": ({"off_policy_correction": "token"}, {}),
-    "trajectories": ({"loss_agg_func": "trajectory-mean"}, {}),
-    "columns": ({"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-sum"}, {}),
-    "categorical": ({"entropy_bonus": 0.1}, {"discrete": True}),
-    "squashed": ({"entropy_bonus": 0.1}, {"model": {"distribution": "squashed_gaussian"}}),
-    "shifted": ({"entropy_bonus": 0.1}, {}),
-    "beta": ({"entropy_bonus": 0.1}, {"model": {"distribution": "beta"}}),
-    "separate trunks": (
-        {},
-        {"model": {"shared_backbone": False, "layer_norm": True, "state_dependent_std": True}},
-    ),
-}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = tables(__file__)["cases"]
 
 
 def prepared(learner: PPO, *, shifted: bool = False, **options: Any) -> Batch:

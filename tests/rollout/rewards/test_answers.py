@@ -6,58 +6,13 @@ import random
 import time
 from decimal import Decimal
 
+from run_helpers import tables
+
 from embodied_ppo.rollout.rewards.answers import final_statement, read_number
 from embodied_ppo.rollout.rewards.graders import gsm8k_numeric
 
 # What follows the marker -> the number that it states, or None where it is no answer.
-NUMERIC: dict[str, str | None] = {
-    # ways to write one number
-    " 12": "12",
-    " 12.": "12",
-    " -12": "-12",
-    " \N{MINUS SIGN}12": "-12",
-    " -0.0": "0",
-    " .5": "0.5",
-    " 1,234": "1234",
-    " 1\N{NO-BREAK SPACE}234\N{NO-BREAK SPACE}567": "1234567",
-    r" $1{,}234$": "1234",
-    # labels before it
-    " x = 12": "12",
-    " Final answer:\n42": "42",
-    # currency, percent and units
-    " $-12": "-12",
-    " $12/hour": "12",
-    " 12%": "12",
-    " 12 apples a day.": "12",
-    # markup
-    " **12**": "12",
-    r" $\boxed{12}$": "12",
-    " 12</answer>": "12",
-    # the statement ends with its paragraph, and the last marker with a number counts
-    " 12\n\nCheck: 3 * 4 = 12.": "12",
-    " 12\n#### done": "12",
-    # several numbers, lists and alternatives
-    " 12 or 7": None,
-    " 12 7": None,
-    " 1,234,5": None,
-    # operators, equations and fractions
-    " 12^2": None,
-    " 12/5": None,
-    " 12 and a half": None,
-    r" \frac{1}{2}": None,
-    # ranges, approximations and negations
-    " 12-15": None,
-    " ~12": None,
-    " about 12": None,
-    " - 12": None,
-    # magnitudes
-    " 12 million": None,
-    " 12 M": None,
-    # no number
-    "": None,
-    " nan": None,
-    " １２": None,
-}
+NUMERIC: dict[str, str | None] = tables(__file__)["numeric"]
 
 
 def graded(answer: str, truth: str) -> tuple[float, str | None, bool]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_helpers import tables
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.rollout.rewards import graders
@@ -161,55 +162,8 @@ def test_missing_and_broken_graders_are_refused(
 
 # -------------------------------------------------------------------------------------- math-verify
 # (correct answer, correct responses, wrong responses)
-MATHEMATICS: list[tuple[str, list[str], list[str]]] = [
-    (
-        "7",
-        [
-            r"\boxed{7}",
-            r"\boxed 7",
-            r"\boxed{x = 7}",
-            r"\boxed{3 + 4 = 7}",
-            r"\boxed{\frac{14}{2}}",
-            r"\boxed{7^\circ}",
-            r"\boxed{7 \text{ cm}^2}",
-            "Half of the two is $7$.",
-            "The answer is 7.",
-        ],
-        [
-            r"\boxed{12} or \boxed{7}",
-            r"\boxed{7} or \boxed{12}",
-            r"\boxed{7} \boxed{",
-            r"\boxed{}",
-            r"\boxed{12 \text{ or } 7}",
-            r"\boxed{12, 7}",
-            r"\boxed{\pm 7}",
-            r"\boxed{7 \approx 12}",
-            r"\boxed{x < 7}",
-            r"\boxed{7 \text{ million}}",
-            r"\boxed{-7}",
-            r"\boxed{\frac{0}{0}}",
-            rf"\boxed{{7{'+0' * 100_000}}}",
-            "The answer is 7 or 12",
-            "It is 7 million",
-            "",
-        ],
-    ),
-    (
-        "50",
-        [r"\boxed{50\%}", r"\boxed{50%}", r"\boxed{50 percent}", "50%"],
-        [r"\boxed{0.5}", r"\boxed{5\%}"],
-    ),
-    ("0.5", [r"\boxed{0.5}", r"\boxed{\frac12}"], [r"\boxed{50\%}", "50%"]),
-    (r"50\%", [r"\boxed{50\%}", r"\boxed{50}", "50%"], [r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"]),
-    ("1234", [r"\boxed{1{,}234}", r"\boxed{1\,234}", r"\boxed{1,\!234}"], [r"\boxed{1, 234}"]),
-    (
-        r"x=1 \text{ or } x=2",
-        [r"\boxed{x=1 \text{ or } x=2}"],
-        [r"\boxed{x=1}", r"\boxed{x=1}, \boxed{x=2}"],
-    ),
-    (r"7 \text{ million}", [r"\boxed{7 \text{ million}}"], []),
-    (r"\text{negative}", [r"\boxed{\text{negative}}"], [r"\boxed{\text{positive}}"]),
-]
+MATHEMATICS: list[tuple[str, list[str], list[str]]] = tables(__file__)["mathematics"]
+MATHEMATICS[0][2].append(rf"\boxed{{7{'+0' * 100_000}}}")
 
 
 def test_answers_in_latex() -> None:

@@ -119,26 +119,7 @@ def test_differences_of_mapped_options_are_printed(case: dict[str, Any], capsys)
         assert case["why"] in out[out.index("differences that remain") :]
 
 
-SCRIPT = r"""#!/bin/bash
-# it's a comment with an apostrophe and an option.of=x \
-set -x
-export VLLM_USE_V1=1
-home=/data
-train="['$home/a.parquet', '${home}/b.parquet']"
-CUDA_VISIBLE_DEVICES=0,1 python3 -m verl.trainer.main_ppo \
-    --config-name='ppo_trainer.yaml' \
-    algorithm.adv_estimator=gae \
-    # algorithm.gamma=0.5 \
-    actor_rollout_ref.actor.clip_ratio=0.2 \
-    +actor_rollout_ref.actor.clip_ratio_high=0.28   \
-    ++critic.optim.lr=1e-5 \
-    data.train_files="$train" data.val_files=$HOME/test.parquet \
-    data.prompt_key='a#b' trainer.experiment_name="run"\ 1 \
-    trainer.logger='["console","wandb"]' \
-    trainer.total_training_steps=3\
-    data.seed='${algorithm.nothing}' data.max_prompt_length=$(wc -l x) \
-    actor=megatron ~algorithm.lam trainer.my_own= $@ # trailing=comment
-"""
+SCRIPT = Path(__file__).with_name("verl.sh").read_text()
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
@@ -172,28 +153,7 @@ def test_command_line_overrides_import_like_a_file(ending: str, capsys):
     assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["clip_ratio_low"] == 0.3
 
 
-FLAGS = r"""
-MODEL=${MODEL:-/models/base} # a default
-source models/other.sh
-ROLLOUT_ARGS=(
-   --prompt-data "${MODEL}/train.jsonl" \
-   # --rollout-batch-size 7
-   --rollout-batch-size 64 --n-samples-per-prompt 8
-   --global-batch-size 256
-   --advantage-estimator ppo
-)
-EVAL_ARGS=(--eval-prompt-data aime /data/a.jsonl math /data/b.jsonl)
-UNUSED_ARGS=(--lr 1)
-ENV="{
-  \"env_vars\": {\"A\": \"1\"}
-}"
-ray start --head --num-gpus ${NUM_GPUS} --disable-usage-stats
-ray job submit --runtime-env-json="${ENV}" -- python3 train.py \
-   --actor-num-gpus-per-node ${NUM_GPUS} \
-   --colocate \
-   ${MODEL_ARGS[@]} ${ROLLOUT_ARGS[@]} "${EVAL_ARGS[@]}" --hf-checkpoint=$MODEL --lr 5e-7 \
-   --eps-clip-high 0.3 --use-kl-loss 2>&1 | tee log.txt
-"""
+FLAGS = Path(__file__).with_name("slime.sh").read_text()
 
 
 def test_flags_of_a_launch_script(capsys):
@@ -326,44 +286,9 @@ FILES = {
     "deep.yaml": f"a: {'[' * 5000}{']' * 5000}\n",
     "hexadecimal.yaml": f"algorithm: {{gamma: 0x{'f' * 6000}}}\n",
 }
-REFUSALS = [
-    ("verl missing.yaml", "name a YAML file with verl's options: missing.yaml does not exist"),
-    ("verl broken.yaml", "correct broken.yaml: it is not plain YAML"),
-    ("verl empty.yaml", "empty.yaml holds nothing"),
-    ("verl list.yaml", "list.yaml holds a list"),
-    ("verl text.yaml", "name a YAML file with verl's options: text.yaml holds text"),
-    ("verl self.yaml", "self.yaml: it has a section that contains itself"),
-    ("verl list_self.yaml", "list_self.yaml: it has a section that contains itself"),
-    ("verl bomb.yaml", "or more than 10,000 values"),
-    ("verl hexadecimal.yaml", "hexadecimal.yaml: it is not plain YAML"),
-    ("verl large.yaml", "large.yaml: it is not plain YAML (has 150000 bytes, the limit is 131072)"),
-    ("verl deep.yaml", "deep.yaml: it is not plain YAML (RecursionError"),
-    ("verl code.yaml", "code.yaml: it is not plain YAML"),
-    ("verl foreign.yaml", "foreign.yaml holds none of them; it has services.web.image"),
-    ("verl roll.yaml", "roll.yaml looks like ROLL's (24 of its 24 options"),
-    ("trl verl.yaml", "write import-config verl: .. looks like verl's"),
-    (
-        "vrl verl.yaml",
-        "vrl: no such framework; did you mean verl? there are: rlinf, verl, roll, trl,",
-    ),
-    ("trl generic.yaml", "write _target_: trl.PPOConfig or trl.GRPOConfig into generic.yaml"),
-    ("trl dpo.yaml", "name a file of PPOConfig or GRPOConfig: .. label_smoothing, of DPOConfig"),
-    ("trl sft.yaml", "has max_length, of DPOConfig, SFTConfig, KTOConfig or RewardConfig"),
-    ("trl loss.yaml", "has loss_type, of DPOConfig, SFTConfig or KTOConfig"),
-    ("trl rloo.yaml", "has reward_clip_range, of RLOOConfig, which cannot be imported"),
-    ("trl rloo2.yaml", "has normalize_advantages, of RLOOConfig, which cannot be imported"),
-    ("trl named.yaml", "has trl.KTOConfig, of KTOConfig"),
-    ("verl verl.yaml --out verl.yaml", "name a new file, or remove it: --out verl.yaml exists"),
-    (
-        "verl verl.yaml --out verl.yaml/new.yaml",
-        "name another file: --out verl.yaml/new.yaml cannot be written",
-    ),
-    ("verl", "import-config needs a framework and a file"),
-    ("verl verl.yaml more.yaml", "import-config needs a framework and a file"),
-]
 
 
-@pytest.mark.parametrize(("line", "message"), REFUSALS)
+@pytest.mark.parametrize(("line", "message"), CASES["refusals"])
 def test_refusals_are_one_line_and_write_nothing(line: str, message: str, capsys):
     for name, text in FILES.items():
         Path(name).write_text(text)
