@@ -106,6 +106,8 @@ class Worker:
     state_tensors: Callable[[], Any] | None = None
     version: int = field(default=0, init=False)
     experience: dict[int, Trajectory] = field(default_factory=dict, init=False)
+    _positions: dict[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
+    """Update -> state of the rollout before it was collected; filled where ``one_state``."""
     _buffer: WeightBuffer | None = field(default=None, init=False)
     _exported_buffer: SharedWeightBuffer | None = field(default=None, init=False)
     _imported_buffer: tuple[Any, Tensor] | None = field(default=None, init=False)
@@ -148,6 +150,9 @@ class Worker:
             where this process trains on it: it then stays here.
         """
         assert self.rollout is not None
+        if self.rollout.one_state:
+            untrained = {k: x for k, x in self._positions.items() if k >= self.version}
+            self._positions = untrained | {update: self.rollout.state()}
         trajectory, metrics = self.rollout.collect(horizon, update=update, version=self.version)
         self.finish_requests(*REQUESTS["rollout"])
         # A process that also learns keeps its experience, so that nothing is copied.
@@ -366,7 +371,8 @@ class Worker:
         """Return the state of the rollout in the format of torch.save, and no result."""
         assert self.rollout is not None
         buffer = io.BytesIO()
-        torch.save(self.rollout.state(), buffer)
+        # With max_lag, a resumed run collects again what has not been trained on.
+        torch.save(self._positions.get(self.version) or self.rollout.state(), buffer)
         self.finish_requests("env")
         return buffer.getvalue(), None
 

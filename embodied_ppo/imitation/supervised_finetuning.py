@@ -30,7 +30,6 @@ def warm_start(
     batch_size: int,
     lr: float,
     lr_warmup: int = 50,
-    key: Mapping[str, Any],
     folder: Path,
     notice: Callable[[str], None],
 ) -> bool:
@@ -38,8 +37,8 @@ def warm_start(
 
     Step i uses examples i * batch_size to (i + 1) * batch_size and minimises the mean loss of their
     response tokens with AdamW. The result depends on no random numbers. Its file name in ``folder``
-    is a digest of the initial weights, the examples, the hyper-parameters, the code, the version of
-    torch and ``key``.
+    is a digest of the initial weights, the examples, the hyper-parameters, the code and the version
+    of torch.
 
     Args:
         policy: The policy, trained in place.
@@ -48,7 +47,6 @@ def warm_start(
         batch_size: Examples of a step.
         lr: Learning rate.
         lr_warmup: Steps over which the rate rises linearly.
-        key: Other JSON values that the result depends on.
         folder: Folder of the cache.
         notice: Receives lines for the log.
 
@@ -63,7 +61,7 @@ def warm_start(
     examples = examples[:count]
     weights = {name: p.detach() for name, p in policy.named_parameters()}
     hyper = {"steps": steps, "batch_size": batch_size, "lr": lr, "lr_warmup": lr_warmup}
-    path = folder / f"{_name(policy, weights, examples, {**hyper, 'key': dict(key)})}.safetensors"
+    path = folder / f"{_name(policy, weights, examples, hyper)}.safetensors"
 
     def train() -> dict[str, float]:
         batches = (examples[i : i + batch_size] for i in range(0, count, batch_size))

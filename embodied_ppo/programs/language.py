@@ -312,7 +312,6 @@ def _initialize_actor(spec: RunSpec, inputs: Inputs, messages: Messages) -> None
         steps=w.steps,
         batch_size=WARM_START_BATCH,
         lr=WARM_START_LR,
-        key={},
         folder=compile.cache_folder() / "warm_start",
         notice=messages.progress,
     )

@@ -172,9 +172,7 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
 
 
 def _without_critic(spec: RunSpec) -> RunSpec:
-    """Return the run of a language model without critic and reference, which need memory and are
-    not used before PPO.
-    """
+    """Return the run of a language model without critic and reference: cloning reads neither."""
     if spec.config.mode != "reasoning":
         return spec
     a = replace(spec.config.algorithm, adv_type="reinforce")

@@ -26,7 +26,6 @@ OPTIONS: dict[str, Any] = {
     "batch_size": 4,
     "lr": 3e-3,
     "lr_warmup": 3,
-    "key": {"task": "toy"},
 }
 
 

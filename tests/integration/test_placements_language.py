@@ -290,9 +290,15 @@ def test_grpo_with_graders_in_a_process_of_their_own(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_max_lag_lets_rollouts_run_ahead(tmp_path) -> None:
-    options = {"placement": "disaggregated", "cluster__devices_per_node": 2, "cluster__max_lag": 1}
-    metrics = train(tmp_path / "run", **options, algorithm__off_policy_correction="token")
+def test_max_lag_lets_rollouts_run_ahead(files: dict[str, Any], tmp_path) -> None:
+    """A resumed run collects again what was not trained on: the next prompts are the same."""
+    options = {"placement": "disaggregated", "cluster__devices_per_node": 4, "cluster__max_lag": 1}
+    options |= {**files, "data__shuffle": "success", "algorithm__off_policy_correction": "token"}
+    metrics = train(tmp_path / "run", **options)
+    first = tmp_path / "run" / "checkpoints" / "step_000001"
+    train(tmp_path / "resumed", **options, resume=str(first))
+    for update in (2, 3):
+        assert prompts(tmp_path / "resumed", update) == prompts(tmp_path / "run", update)
     lags = [row["rollout/version_lag"] for row in metrics if "rollout/version_lag" in row]
     assert lags == [0.0, 1.0, 1.0]
 
