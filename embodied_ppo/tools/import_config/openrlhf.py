@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from embodied_ppo.tools.import_config import rules
+from embodied_ppo.tools.import_config import rules, table
 from embodied_ppo.tools.import_config.table import REASONS, Answer, Framework, Reason, Source, load
 
 IS = "algo.advantage.is_correction"
-ESTIMATORS = {
-    "gae": "gae",
-    "reinforce": "reinforce_plus_plus",
-    "reinforce_baseline": "reinforce_plus_plus_baseline",
-    "group_norm": "grpo",
-    "dr_grpo": "dr_grpo",
-    "rloo": "rloo",
-}
+ESTIMATORS: dict[str, str] = table.read_table("openrlhf")["estimators"]
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 """Estimators whose advantages are standardised over the batch."""
 SIDES, TARGET = ("low", "high"), "algorithm.kl_ctrl.target_kl"

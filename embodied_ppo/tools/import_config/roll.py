@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from embodied_envs.base.errors import show
-from embodied_ppo.tools.import_config import rules
+from embodied_ppo.tools.import_config import rules, table
 from embodied_ppo.tools.import_config.table import REASONS, Answer, Reason, Rule, Source, load
 
 SUM_NORM = "seq-mean-token-sum-norm"
@@ -24,12 +24,7 @@ MAX_DEVICES = 100_000
 """Largest number of devices in a range."""
 DEVICES = re.compile(r"list\(range\((\d+),(\d+)(?:,(\d+))?\)\)|(?:list\()?\[(\d+(?:,\d+)*)\]\)?")
 PARALLEL_KINDS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
-ROLES = {
-    "actor_train": "actor",
-    "actor_infer": "rollout,reward",  # rewards are graded in the rollout processes
-    "reference": "reference",
-    "critic": "critic",
-}
+ROLES: dict[str, str] = table.read_table("roll")["roles"]
 
 
 # --------------------------------------------------------------------------------- devices, batches

@@ -26,13 +26,7 @@ from embodied_ppo.tools.import_config.table import (
 )
 
 TRAINERS = read_table("trl_trainers")
-LOSSES = {
-    "grpo": "seq-mean-token-mean",
-    "bnpo": "token-mean",
-    "dr_grpo": "seq-mean-token-sum-norm",
-    "dapo": "token-mean",
-    "cispo": "token-mean",
-}
+LOSSES: dict[str, str] = read_table("trl_grpo")["losses"]
 OTHER_LOSSES = ("sapo", "luspo", "vespo")
 
 
