@@ -448,28 +448,7 @@ def test_experiments_lists_shipped_and_user_experiments(capsys, user_configs: Pa
 
 
 HELP = ("--help", "--version", "train --help", "evaluate --help", "experiments")
-BEFORE_TORCH = {
-    **dict.fromkeys(HELP, ""),
-    "trian": "did you mean train?",
-    "train --jsn": "--json",
-    "clone cloning.dataset=.": "cloning.dataset",
-    "train experiment=tabletop_token cloning.dataset=nowhere": "cloning.dataset",
-    "train experiment=go1_joystick env.rewards.trackin_lin_vel.weight=2": "trackin_lin_vel",
-    "play env.id=Go1Rough env.commands.lin_velx=[0,1]": "env.commands.lin_velx",
-    "plan experiment=pi0_libero model.config_name=pi0_libro": "model.config_name",
-    "train experiment=pi05_libero model.checkpoint=published/pi05 model.config_name=pi0_libero": (
-        "model.config_name"
-    ),
-    "clone experiment=pi0_libero model.checkpoint=nowhere model.config_name=pi0_aloha": (
-        "model.config_name"
-    ),
-    "train experiment=cartpole initial_policy=runs/none": "runs/none: does not exist; ",
-    "clone initial_policy=runs/none": "runs/none: does not exist; ",
-    "evaluate checkpoint=runs/none": "runs/none: does not exist; ",
-    "compare runs/none": "runs/none: does not exist; ",
-    "fork runs/none update=1": "runs/none: does not exist; ",
-    "bisect runs/none policy/approx_kl>1": "runs/none: does not exist; ",
-}
+BEFORE_TORCH: dict[str, str] = {**dict.fromkeys(HELP, ""), **tables(__file__)["before_torch"]}
 """Command line -> part of its refusal, "" for help and lists, which load Hydra neither."""
 
 

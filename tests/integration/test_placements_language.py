@@ -31,34 +31,7 @@ from tests.integration.test_resume import assert_same
 
 pytestmark = pytest.mark.usefixtures("few_problems", "eight_slots")
 
-SMALL: dict[str, Any] = {
-    "mode": "reasoning",
-    "data.task": "arithmetic",
-    "actor.model.architecture": {
-        "model_type": "qwen2",
-        "vocab_size": 24,
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "intermediate_size": 32,
-        "max_position_embeddings": 64,
-        "eos_token_id": 2,
-    },
-    "algorithm.loss_type": "actor",
-    "algorithm.huber_delta": None,
-    "algorithm.response_length": 4,
-    "algorithm.rollout_batch_size": 16,
-    "algorithm.global_batch_size": 8,
-    "algorithm.missing_eos_penalty": 0.5,  # something to learn from the start
-    "algorithm.lr": 1e-3,
-    "algorithm.update_epoch": 2,
-    "warm_start.steps": 3,
-    "evaluation.episodes": 8,
-    "updates": 3,
-    "save_every": 1,
-    "threads": 1,
-}
+SMALL: dict[str, Any] = run_helpers.tables(__file__)["small"]
 KL: dict[str, Any] = {"algorithm.use_kl_loss": True, "algorithm.use_kl_in_reward": True}
 
 

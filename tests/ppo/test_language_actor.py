@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import tables
 from torch import Tensor
 
 from embodied_envs.base import tree
@@ -241,30 +242,7 @@ def test_positive_nll_is_a_mean_over_tokens_of_responses_with_a_positive_score()
 
 
 # ----------------------------------------------------------------------------- what changes nothing
-OPTIONS: dict[str, Any] = {
-    "plain": {},
-    "everything": {
-        "clip_ratio_c": 3.0,
-        "entropy_bonus": 0.01,
-        "use_kl_loss": True,
-        "kl_loss_type": "k3+",
-        "loss_agg_func": "seq-mean-token-mean",
-        "off_policy_correction": "sequence",
-    },
-    "full KL": {
-        "use_kl_loss": True,
-        "kl_loss_type": "full",
-        "loss_agg_func": "seq-mean-token-sum-norm",
-    },
-    "sequences": {"ratio_level": "sequence", "loss_agg_func": "seq-mean-token-mean"},
-    "sums": {"loss_agg_func": "seq-mean-token-sum", "entropy_bonus": 0.01},
-    "VAPO": {
-        "gae_lambda_value": 1.0,
-        "length_adaptive_alpha": 0.5,
-        "positive_nll_weight": 0.5,
-        "loss_agg_func": "seq-mean-token-sum",
-    },
-}
+OPTIONS: dict[str, Any] = tables(__file__)["options"]
 
 
 @pytest.mark.parametrize("case", OPTIONS)

@@ -44,23 +44,7 @@ def test_random_numbers_in_every_format() -> None:
                 assert read_number(f"{text} or {rng.randrange(100)}") is None, text
 
 
-REPEATED = [
-    "9",
-    "1 ",
-    "1,",
-    "1,234",
-    ",234",
-    ".",
-    "#",
-    "#### 1",
-    "#### ",
-    "\n",
-    " ",
-    "a ",
-    "a",
-    "-",
-]
-REPEATED += ["**", "<", "<b>", "\\", "{", "\\boxed{", "$", "_", "١", "\n \n", "/a", "-ab", "!"]
+REPEATED: list[str] = tables(__file__)["repeated"]
 
 
 def test_reading_takes_linear_time() -> None:
