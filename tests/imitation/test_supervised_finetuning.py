@@ -60,7 +60,7 @@ def test_loss_is_the_mean_over_response_tokens() -> None:
 def test_parts_of_a_batch_do_not_change_the_step() -> None:
     batches = [EXAMPLES[:4], EXAMPLES[4:8]]
     options: dict[str, Any] = {"lr": 1e-3, "lr_warmup": 1, "label": "test"}
-    limits: list[dict[str, int]] = [{}, {"tokens": 8}, {"rows": 3}, {"tokens": 30, "rows": 1}]
+    limits: list[dict[str, Any]] = [{}, {"tokens": 8}, {"rows": 3}, {"tokens": 30, "rows": 1}]
     whole, *parts = (finetune(make(), batches, **options, **limit) for limit in limits)
     assert all(x == pytest.approx(whole, rel=1e-5) for x in parts) and whole[1] < whole[0]
 
