@@ -5,7 +5,7 @@
 The digits of a sum are followed by 62 to 66 dots, so that the score is far from the digits that
 earned it; an answer with another number of dots is wrong. At the start the policy forgets the carry
 in 60 % of its answers. The critic has a random head, which value pretraining trains first with the
-policy fixed. A run takes 9 CPU seconds, a seed 80. Rows are appended to the file of results: after
+policy fixed. A run takes 10 CPU seconds, a seed 80. Rows are appended to the file of results: after
 an interruption, the same command goes on with the first run that has no row.
 """
 
