@@ -78,7 +78,10 @@ def test_tasks_are_assigned_in_blocks(empty: str) -> None:
         6,
         kwargs={"tasks": [3, 7, 1], "processes": False},
         image_size=(32, 48),
+        cameras=("robot0_eye_in_hand", "agentview"),
     )
+    # A policy reads images in the order of env.cameras.
+    assert [*env.obs_spec][1:3] == ["robot0_eye_in_hand", "agentview"]
     assert env.task.tolist() == [0, 0, 1, 1, 2, 2] and env.instructions[1] == "turn on the stove"
     assert [e.unwrapped.task for e in env._env.envs] == [3, 3, 7, 7, 1, 1]
     assert env.obs_spec["agentview"] == ArraySpec((3, 32, 48), torch.uint8)

@@ -321,7 +321,7 @@ class PI0(Flow, lora.Adapted):
         if published.relative:
             self.trunk.relative = _relative_dimensions(published.relative, self.size, vectors)
         self.size_notice = pi0_files.size_notice(
-            published, config, (len(self.trunk.names), vectors, self.size)
+            published, config, self.trunk.names, (vectors, self.size)
         )
         """Log line about sizes of the task that differ from those of the training, if any."""
         initial_noise = torch.randn(

@@ -9,6 +9,8 @@ random weights (``make test-lerobot``).
 from __future__ import annotations
 
 import math
+import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,6 +44,8 @@ from embodied_ppo.policies.vla.published_weights import (
 
 MAX_WORDS = {"pi0": 48, "pi05": 200}
 """Tokens of a prompt after which lerobot and openpi cut it off, where config.json has no number."""
+OPENPI_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
+_WRIST = re.compile("wrist|hand|gripper", re.IGNORECASE)
 SUPPORTED: dict[str, list[Any]] = TABLES["pi0"]["supported"]
 """Values of lerobot's options that are read here."""
 VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
@@ -136,7 +140,7 @@ class Published:
         discrete_state: Whether the prompt of π0.5 contains the state; None: the directory does not
             record it.
         names: Configurations of openpi that fit the directory, see ``openpi_configs``.
-        images: Number of cameras of the training, 0: not known.
+        cameras: Cameras of the training, in order; empty: not known.
         modules: Name in the policy -> name in the publisher's model. Keys of a file may differ,
             because the publisher's code renames keys of old files.
     """
@@ -149,7 +153,7 @@ class Published:
     relative: tuple[int, ...] | None = ()
     discrete_state: bool | None = True
     names: Sequence[str] = ()
-    images: int = 0
+    cameras: Sequence[str] = ()
     modules: Patterns = MODULES
 
 
@@ -308,7 +312,7 @@ def read(
         modules=MODULES if lerobot else TRANSFORMERS_MODULES,
     )
     if lerobot:
-        return replace(published, relative=_relative(raw, folder), images=camera_count(raw))
+        return replace(published, relative=_relative(raw, folder), cameras=camera_names(raw))
     if "model_type" in raw:
         return published
     files = sorted(folder.rglob("norm_stats.json"))
@@ -355,28 +359,33 @@ def resolve(published: Published, kind: str, config: ModelConfig) -> Published:
         published,
         relative=found[0].delta if relative is None else relative,
         discrete_state=found[0].state if state is None else state,
-        images=found[0].images,
+        cameras=OPENPI_CAMERAS[: found[0].images],
     )
 
 
 def size_notice(
-    published: Published, config: ModelConfig, task: tuple[int, int, int]
+    published: Published, config: ModelConfig, cameras: Sequence[str], task: tuple[int, int]
 ) -> str | None:
-    """Return a log line about sizes of the training that the task does not have, None: it has all.
+    """Return a log line about inputs of the training that the task does not have, None: it has all.
 
     Args:
         published: Contents of the directory.
         config: Options of the section ``model``.
-        task: Cameras, numbers of a state and of an action of the task.
+        cameras: The task's, in order.
+        task: Numbers of a state and of an action of the task.
     """
     names = ("cameras", "numbers of a state", "numbers of an action")
     moments = (published.state, published.action)
-    trained = (published.images, *(0 if x is None else x.used_size() for x in moments))
+    sizes = (len(published.cameras), *(0 if x is None else x.used_size() for x in moments))
     differences = [
         f"{size} {name} (here {here})"
-        for name, size, here in zip(names, trained, task, strict=True)
+        for name, size, here in zip(names, sizes, (len(cameras), *task), strict=True)
         if size not in (0, here)
     ]
+    wrist = [[_WRIST.search(x) is not None for x in y] for y in (published.cameras, cameras)]
+    if all(map(any, wrist)) and any(map(operator.ne, *wrist)):
+        order = [", ".join(x) for x in (published.cameras, cameras)]
+        differences.append(f"the cameras {order[0]} in this order (here {order[1]})")
     if not differences:
         return None
     return (
@@ -385,10 +394,10 @@ def size_notice(
     )
 
 
-def camera_count(raw: Mapping[str, Any]) -> int:
-    """Return the number of cameras in lerobot's config.json, 0 if it lists none."""
+def camera_names(raw: Mapping[str, Any]) -> list[str]:
+    """Return the cameras in lerobot's config.json, in order."""
     names = [str(name) for name in raw.get("input_features") or ()]
-    return sum(".image" in name and "empty_camera" not in name for name in names)
+    return [x.rpartition(".")[2] for x in names if ".image" in x and "empty_camera" not in x]
 
 
 # ---------------------------------------------------------------------------------------- tokenizer

@@ -184,8 +184,8 @@ def read(folder: str | Path) -> Published:
     tokenizer = peft_files.locate(folder, "tokenizer.json").parent
     tokenize = SentenceTokenizer(files.load_tokenizer(tokenizer, *VLM_SIZES), words)
     stats = pi0_files.statistics(folder, raw, "MEAN_STD")
-    images = pi0_files.camera_count(raw)
-    return Published(model, tokenize, *stats, antialias=False, images=images, modules=MODULES)
+    cameras = pi0_files.camera_names(raw)
+    return Published(model, tokenize, *stats, antialias=False, cameras=cameras, modules=MODULES)
 
 
 def build_model(raw: Mapping[str, Any], folder: str | Path) -> SmolVLAModel:

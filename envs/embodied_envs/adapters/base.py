@@ -130,6 +130,14 @@ class Adapter(VectorEnv):
             image_layout=options.image_layout,
             keep_float64=self.keeps_float64,
         )
+        if options.cameras and isinstance(self.obs_spec, dict):
+            # Gymnasium sorts names; a policy reads images in the order of env.cameras.
+            order = {x: i for i, x in enumerate(options.cameras, start=1)}
+            names = sorted(
+                self.obs_spec, key=lambda x: max(order.get(part, 0) for part in x.split("/"))
+            )
+            self.obs_spec = {name: self.obs_spec[name] for name in names}
+            self.leaves = {name: self.leaves[name] for name in names}
         self._action_shape = spaces.action_shape(self.action_spec, self.num_envs)
 
     def _check_num_envs(self, env: Any, num_envs: int) -> None:

@@ -72,7 +72,7 @@ class LanguageEnv(GymnasiumEnv):
         size = tuple(options.image_size)
         kwargs = {"kind": simulator, "task": id, "cameras": cameras, "image_size": size} | kwargs
         kwargs = {"sentences": sentences, **extra, **kwargs}
-        options = replace(options, obs_keys=[*keys, *cameras], kwargs=kwargs)
+        options = replace(options, cameras=cameras, obs_keys=[*keys, *cameras], kwargs=kwargs)
         limit = task_class.time_limit(id)
         spec = EnvSpec(id, vector_entry_point=make_tasks, max_episode_steps=limit)
         super().__init__(id, options, spec=spec)

@@ -138,6 +138,7 @@ class LiberoEnv(GymnasiumEnv):
             kwargs["drawn"] = tuple(selected)
         options = replace(
             options,
+            cameras=cameras,
             obs_keys=None if obs_keys is None else (*obs_keys, *cameras),
             kwargs={
                 "suite": suite,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import embodied_envs
+from embodied_envs.adapters.language_task import TASKS
 from embodied_envs.base.errors import EnvError
 from embodied_envs.types import VectorEnv
 
@@ -243,7 +244,9 @@ def test_named_simulator_has_images_sentences_and_success(
     obs = env.reset()
     assert isinstance(obs, dict) and isinstance(env.obs_spec, dict)
     assert obs.keys() == env.obs_spec.keys() and ("state" in obs) == (name != "simpler")
-    images = [x for x in obs.values() if x.dtype == torch.uint8]
+    cameras = [name for name, x in obs.items() if x.dtype == torch.uint8]
+    assert name == "simpler" or cameras == list(TASKS[name].cameras)  # openpi's order
+    images = [obs[camera] for camera in cameras]
     assert images and all(x.shape == (2, 3, 4, 6) for x in images)
     # Upright: the bright part is above.
     assert all(x[:, :, 0].float().mean() > x[:, :, -1].float().mean() for x in images)

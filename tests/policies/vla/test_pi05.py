@@ -18,7 +18,8 @@ from vla_policy_checks import check_evaluate_reproduces_act, flow_policy, random
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.types import ArraySpec, ObsSpec
 from embodied_ppo.options import openpi_configs
-from embodied_ppo.policies.vla import published
+from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies.vla import pi0_files, published
 from embodied_ppo.policies.vla.pi0 import KEYS, PI0
 from embodied_ppo.policies.vla.pi05 import PI05
 from embodied_ppo.policies.vla.trunk import WORDS
@@ -140,6 +141,21 @@ def test_openpi_directory_names_its_training(kind: str, tmp_path) -> None:
                 openpi_configs.check(name, str(folder))
     with pytest.raises(ConfigError, match="remove model"):
         openpi_configs.check("pi05_libero", str(write_checkpoint(tmp_path / "own", kind=kind)))
+
+
+@pytest.mark.parametrize(
+    ("cameras", "known"),
+    [
+        (("agentview", "robot0_eye_in_hand"), True),
+        (("robot0_eye_in_hand", "agentview"), False),
+        (("rgb_gripper", "rgb_static"), False),
+        (("front", "side"), True),  # no name says which one the wrist has
+    ],
+)
+def test_cameras_in_another_order_are_reported(cameras: tuple[str, ...], known: bool) -> None:
+    trained = pi0_files.Published(None, lambda _: (), cameras=pi0_files.OPENPI_CAMERAS[:2])
+    notice = pi0_files.size_notice(trained, ModelConfig(), cameras, (3, 2))
+    assert (notice is None) == known and (known or cameras[0] in str(notice))
 
 
 def reference_velocity(model: Any, prefix: Any, x: Tensor, tau: Tensor) -> Tensor:
