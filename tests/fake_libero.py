@@ -65,6 +65,7 @@ MODULES = {
     "libero/libero/envs/__init__.py": ENVS,
     "robosuite/__init__.py": "",
     "robosuite/utils/__init__.py": "",
+    "robosuite/utils/binding_utils.py": "class MjSim: ...\n",
     "robosuite/utils/transform_utils.py": QUATERNIONS,
 }
 

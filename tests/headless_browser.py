@@ -86,12 +86,16 @@ class Browser:
         message = {"id": number, "method": method, "params": params}
         if self._session:
             message["sessionId"] = self._session
-        os.write(self._out, json.dumps(message).encode() + b"\0")
-        while True:
-            response = self._next()
-            if response.get("id") == number:
-                assert "error" not in response, response
-                return response["result"]
+        deadline = time.monotonic() + WAIT_S
+        response: dict[str, Any] = {}
+        while "result" not in response:
+            os.write(self._out, json.dumps(message).encode() + b"\0")
+            while (response := self._next()).get("id") != number:
+                pass
+            # The session has no page for a moment while one replaces another.
+            waits = response.get("error", {}).get("message") == "Not attached to an active page"
+            assert "result" in response or (waits and time.monotonic() < deadline), response
+        return response["result"]
 
     def _next(self) -> dict[str, Any]:
         """Return the next message of the browser and record its events."""
