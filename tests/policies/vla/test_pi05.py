@@ -149,7 +149,7 @@ def test_openpi_directory_names_its_training(kind: str, tmp_path) -> None:
         (("agentview", "robot0_eye_in_hand"), True),
         (("robot0_eye_in_hand", "agentview"), False),
         (("rgb_gripper", "rgb_static"), False),
-        (("front", "side"), True),  # no name says which one the wrist has
+        (("front", "side"), True),  # no name contains wrist or gripper
     ],
 )
 def test_cameras_in_another_order_are_reported(cameras: tuple[str, ...], known: bool) -> None:
