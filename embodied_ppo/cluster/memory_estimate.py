@@ -47,6 +47,11 @@ class AllocationCounter(TorchDispatchMode):
         self.now = self.peak = 0
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: otherwise the first operation imports ``torch._dynamo``."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         # Every new storage is counted when an operation returns it.
@@ -123,14 +128,17 @@ def sharded_bytes(model: Any, ranks: int, *, acts: bool = False) -> dict[str, in
 
 
 @contextmanager
-def fake_tensors(policy: nn.Module) -> Iterator[list[Tensor]]:
-    """Context in which operations create fake tensors (shapes without memory).
+def fake_tensors(policy: nn.Module, *, enabled: bool = True) -> Iterator[list[Tensor]]:
+    """Context in which operations create fake tensors (shapes without memory) if ``enabled``.
 
     Yields:
-        The policy's parameters and buffers as fake tensors. Some may be fake already, see
+        The policy's parameters and buffers as such tensors. Some may be fake already, see
         ``policies.vla.published``.
     """
     tensors = [*policy.parameters(), *policy.buffers()]
+    if not enabled:
+        yield tensors
+        return
     # Tensors of one computation must share one mode.
     modes = [x.fake_mode for x in tensors if isinstance(x, FakeTensor)]
     with modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -209,7 +217,7 @@ def micro_batch(
 
 @torch.no_grad()
 def estimate_acting(
-    policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int
+    policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int, *, bound: bool = False
 ) -> tuple[int, Any, Any]:
     """Estimate the memory of acting.
 
@@ -218,24 +226,28 @@ def estimate_acting(
         obs_spec: Spec of one environment's observation.
         device: Device of the observations.
         rows: Number of environments.
+        bound: Return an upper bound, in a fraction of the time: the peak of one row with memory,
+            times ``rows``. The size of a tensor is a + b rows, at most rows (a + b).
 
     Returns:
         Peak in bytes; the observations and the decision as tensors [rows, ..] without memory.
     """
     assert isinstance(policy, nn.Module)
     specs = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
-    with fake_tensors(policy) as known:
+    n = 1 if bound else rows
+    with fake_tensors(policy, enabled=not bound) as known:
         # Observations exist before acting; only what acting allocates is counted.
         named = {
-            name: torch.zeros(rows, *spec.shape, dtype=spec.dtype, device=device)
+            name: torch.zeros(n, *spec.shape, dtype=spec.dtype, device=device)
             for name, spec in specs.items()
         }
         obs = named if isinstance(obs_spec, dict) else named["obs"]
-        obs = EpisodeMemory(policy, rows, device).attach(obs)
-        noise = policy.noise(rows)
+        obs = EpisodeMemory(policy, n, device).attach(obs)
+        # Real numbers must leave the state of torch's own generator as it is.
+        noise = policy.noise(n, torch.Generator() if bound else None)
         with AllocationCounter([*known, *named.values()]) as counter:
             decision = policy.act(policy.encode(obs), noise=noise)
-    return counter.peak, *_zeros((obs, decision), rows, torch.device("meta"))
+    return counter.peak * rows // n, *_zeros((obs, decision), rows, torch.device("meta"))
 
 
 def empty_trajectory(
@@ -256,7 +268,8 @@ def empty_trajectory(
 
     # Tensors of equal shape share one storage here; the trajectory's own do not.
     flagged = decision.value[:, 0] if groups > 1 else decision.value
-    flag = repeat(torch.empty_like(flagged, dtype=torch.bool))
+    # Not empty_like: without memory it imports SymPy.
+    flag = repeat(flagged.new_empty(flagged.shape, dtype=torch.bool))
     value = repeat(decision.value)
     return Trajectory(
         obs=tree.map(repeat, obs),
@@ -320,7 +333,13 @@ def language_step(
 
 
 def estimate_update(
-    policy: Policy, learner: PPO, device: torch.device, t: Trajectory, *, surplus: float = 0.0
+    policy: Policy,
+    learner: PPO,
+    device: torch.device,
+    t: Trajectory,
+    *,
+    surplus: float = 0.0,
+    bound: bool = False,
 ) -> dict[str, int]:
     """Estimate the memory of an update after its first step; existing gradients are freed.
 
@@ -330,6 +349,7 @@ def estimate_update(
         device: Device of the learner.
         t: Trajectory of this process, [T, N, ..], possibly fake.
         surplus: Further trajectories that the rollout holds, in multiples of ``t``.
+        bound: As for ``estimate_acting``; computes with one sample, or one column.
 
     Returns:
         Purpose -> peak bytes: "weights" (with buffers), "gradients", "optimiser" (of AdamW),
@@ -344,23 +364,26 @@ def estimate_update(
     # Rows of one micro-batch on this process.
     share = c.global_batch_size // learner.ranks.world
     size = min(c.micro_batch_size or share, share)
+    n = size
+    if bound:
+        n = len(t.version) if c.minibatch_unit == "column" else 1
     rows = t.version.numel()
     parts = (c.logprob_forward_micro_batch_size or rows) < rows
     # The peak of forward and backward pass; gradients and weights are counted below.
-    with freed_gradients(policy) as with_gradient, fake_tensors(policy) as known:
-        sample = _zeros(t.obs, size, device, batch_dims=2)
+    with freed_gradients(policy) as with_gradient, fake_tensors(policy, enabled=not bound) as known:
+        sample = _zeros(t.obs, n, device, batch_dims=2)
         inputs = _encode(policy, sample, rows)
         # One micro-batch as the learner builds it.
-        batch = micro_batch(inputs, device, t, size, c)
+        batch = micro_batch(inputs, device, t, n, c)
         # Inputs that are observations themselves take no memory, unless they are encoded in parts.
         shared = set() if parts else {x.untyped_storage()._cdata for x in tree.leaves(sample)}
         new = [x for x in tree.leaves(inputs) if x.untyped_storage()._cdata not in shared]
-        encoded, copied = nbytes(new) / size, nbytes(batch) / size
+        encoded, copied = nbytes(new) / n, nbytes(batch) / n
         with AllocationCounter([*known, *tree.leaves(batch)]) as counter:
             loss, _ = learner.optimizer.loss(batch)
             loss.backward()
             del loss
-    activations = counter.peak
+    activations = counter.peak * size // n
     gradients = nbytes(list(with_gradient))
     experience_bytes = nbytes(t) * (1 + surplus) + rows * encoded + share * copied
     return model_bytes(policy) | {

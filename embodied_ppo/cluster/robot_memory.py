@@ -28,7 +28,13 @@ from embodied_ppo.rollout.environments import make_env, training_env
 
 
 class RobotMemoryEstimator(MemoryEstimator):
-    """See ``MemoryEstimator``. The memory of simulators is not counted."""
+    """See ``MemoryEstimator``. The memory of simulators is not counted.
+
+    Attributes:
+        is_small: Whether the policy is a network of this package that one row can be computed with.
+        bound: Whether estimates are upper bounds, for which ``is_small`` is required. They need no
+            fake tensors, with which torch imports its compiler: a third of the start of a run.
+    """
 
     def __init__(self, config: Config) -> None:
         """Build the policy on the CPU without weights of a checkpoint, and read the spaces.
@@ -41,11 +47,13 @@ class RobotMemoryEstimator(MemoryEstimator):
         # Memory does not depend on the values of weights.
         with skip_orthogonal_matrices():
             # A network larger than the free memory would end this process without a message.
-            if config.model.policy == "actor_critic" and config.model.network is None:
+            self.bound = False
+            self.is_small = config.model.policy == "actor_critic" and config.model.network is None
+            if self.is_small:
                 _check_weights(config, replace(self.spaces, device=torch.device("meta")))
             self.policy: Any = robot_policy.make_policy(config, self.spaces, weights=False)
-        self._acting_by_rows: dict[tuple[int, float | None], tuple[int, Any, Any]] = {}
-        """Environments and memory of the device in GB -> ``memory_estimate.estimate_acting``."""
+        self._acting_by_rows: dict[Any, tuple[int, Any, Any]] = {}
+        """Environments, memory of the device in GB, ``bound`` -> result of ``estimate_acting``."""
 
     def estimate_memory(
         self, placed: placement.Plan, micro_batch_size: int | None = None
@@ -107,10 +115,10 @@ class RobotMemoryEstimator(MemoryEstimator):
 
     def _act(self, rows: int) -> tuple[int, Any, Any]:
         """Return ``memory_estimate.estimate_acting`` of ``rows`` environments."""
-        key = rows, getattr(self.policy, "planned_memory_gb", None)
+        key = rows, getattr(self.policy, "planned_memory_gb", None), self.bound
         if key not in self._acting_by_rows:
             self._acting_by_rows[key] = memory_estimate.estimate_acting(
-                self.policy, self.spaces.obs_spec, self.cpu, rows
+                self.policy, self.spaces.obs_spec, self.cpu, rows, bound=self.bound
             )
         return self._acting_by_rows[key]
 
@@ -135,7 +143,7 @@ class RobotMemoryEstimator(MemoryEstimator):
         learner = robot_ppo(self.policy, share, num_envs=episodes(config), updates=1, seed=0)
         _, trajectory = self._acting(learners)
         update = memory_estimate.estimate_update(
-            self.policy, learner, self.cpu, trajectory, surplus=surplus
+            self.policy, learner, self.cpu, trajectory, surplus=surplus, bound=self.bound
         )
         # Sharding divides weights, gradients and optimiser, but no experience and activations.
         if config.cluster.shard:

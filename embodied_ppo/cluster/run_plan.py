@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -212,6 +213,17 @@ def check_memory(config: Config, plan: Plan) -> MemoryNeeds:
     needs = memory_estimator(config).estimate_memory(plan)
     placement_memory.check_memory(plan, needs)
     return needs
+
+
+def refuse_excess(config: Config, plan: Plan) -> None:
+    """Raise PlacementError if a run does not fit in memory, faster than ``check_memory``."""
+    estimator = memory_estimator(config)
+    if isinstance(estimator, RobotMemoryEstimator) and estimator.is_small:
+        estimator.bound = True
+        with suppress(PlacementError):
+            return placement_memory.check_memory(plan, estimator.estimate_memory(plan))
+        estimator.bound = False  # the upper bound does not fit, but the memory may
+    placement_memory.check_memory(plan, estimator.estimate_memory(plan))
 
 
 def minibatch_samples(config: Config) -> int:
