@@ -111,9 +111,6 @@ def check_batches(config: Config, plan: Plan) -> None:
     """Raise PlacementError where batches or roles do not divide as planned."""
     a = config.algorithm
     robot = config.mode == "embodied"
-    # A robot's groups that are not replaced are masked where they are.
-    if a.group_filter is not None and not (robot and a.group_filter_rounds == 1):
-        placement.check_group_filter(plan, a.group_filter, stages_only=robot)
     if robot:
         # Environments and samples must divide evenly over the processes.
         placement.check_numbers(

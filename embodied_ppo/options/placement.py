@@ -342,19 +342,6 @@ def _check_lag(p: Plan) -> None:
             )
 
 
-def check_group_filter(p: Plan, group_filter: str, *, stages_only: bool) -> None:
-    """Raise PlacementError for algorithm.group_filter with several stages or rollout processes.
-
-    ``stages_only``: several processes are possible, because each one fills its own share.
-    """
-    parts = p.stages * (1 if stages_only else p.processes("rollout"))
-    if parts > 1:
-        where = "write" if stages_only else "place rollout in one process with"
-        hint = f"write algorithm.group_filter=null, or {where} cluster.stages=1"
-        fact = f"algorithm.group_filter={group_filter} needs one rollout, and there are {parts}"
-        raise PlacementError(f"{hint}: {fact}")
-
-
 def check_numbers(
     p: Plan, *, num_envs: int, group_size: int, global_batch_size: int, tasks: int = 1
 ) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from embodied_envs.base.random import sampling_key
@@ -113,7 +114,7 @@ class ReasoningRollout:
             seed: Seed of the run.
             group_size: Responses to each prompt.
             filter_rounds: Rounds in which ``collect`` may draw prompts to fill a batch with groups
-                of right and wrong responses; 0: groups are not filtered. Needs one process.
+                of right and wrong responses; 0: groups are not filtered.
             shuffle: Whether to shuffle the prompts in every epoch; "success": with weights by the
                 success of all processes' responses, see ``Sampler``.
             truncation: Treatment of truncated responses.
@@ -132,8 +133,7 @@ class ReasoningRollout:
         self.group_rewards = GroupRewards(reward_groups, "the grader") if reward_groups else None
         self.filter: GroupFilter | None = None
         if filter_rounds:
-            assert self.ranks.world == 1
-            self.filter = GroupFilter(batch, group_size, filter_rounds)
+            self.filter = GroupFilter(batch // self.ranks.world, group_size, filter_rounds)
         self.by_success = shuffle == "success"
         self.sampler = Sampler(
             *(len(prompts), batch, seed, bool(shuffle)),
@@ -164,30 +164,49 @@ class ReasoningRollout:
         """
         assert horizon == self.sampling.max_tokens
         if self.filter is None:
-            # Draw one batch of prompts; this process takes its part.
-            rows = self.sampler.next()
-            count, rank = len(rows) // self.ranks.world, self.ranks.rank
-            rows, offset = rows[rank * count :][:count], rank * count * self.group_size
+            rows, offset = self._draw([self.sampler.batch // self.ranks.world] * self.ranks.world)
             trajectory, metrics, grades = self._respond(rows, offset, update, version)
+            self._record_success(rows, grades, len(rows))
             refuse_failures(grades, self.graders.last_failure, "update")
             return trajectory, metrics
         rounds: list[Metrics] = []
         graded: list[Grade] = []
         response_offset = 0
         # Draw as many prompts as groups are missing; the random numbers go on from round to round.
-        while missing := self.filter.missing:
-            rows = self.sampler.next(missing)
-            trajectory, metrics, grades = self._respond(rows, response_offset, update, version)
+        # A process whose share is full takes part in the rounds of the others without a prompt.
+        while any(missing := self._gather(torch.tensor([self.filter.missing])).tolist()):
+            rows, offset = self._draw(missing)
+            offset += response_offset
+            response_offset += sum(missing) * self.group_size
+            if not rows:
+                self._record_success([], [], max(missing))
+                self.filter.round += 1
+                continue
+            trajectory, metrics, grades = self._respond(rows, offset, update, version)
+            self._record_success(rows, grades, max(missing))
             graded += grades
             refuse_failures(graded, self.graders.last_failure, "update")
             tokens = int(cast(Any, metrics["rollout/length"]).sum)
             success = self._success(rows, grades, "algorithm.group_filter=null")
             self.filter.add(trajectory, torch.tensor(success), tokens)
             rounds.append(metrics)
-            response_offset += missing * self.group_size
         trajectory, filter_metrics = self.filter.take()
-        epoch = {"rollout/epoch": rounds[-1]["rollout/epoch"]}
+        epoch = {"rollout/epoch": Mean(self.sampler.epoch, 1.0)}
         return trajectory, add_metrics(rounds) | epoch | filter_metrics
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """Return x [.., n] of all processes side by side."""
+        return torch.cat(self.ranks.all_gather(x), -1)
+
+    def _draw(self, counts: Sequence[int]) -> tuple[list[int], int]:
+        """Draw prompts for all processes, ``counts`` for each.
+
+        Returns:
+            The prompts of this process, and the number of responses to those before them.
+        """
+        rank = self.ranks.rank
+        first = sum(counts[:rank])
+        return self.sampler.next(sum(counts))[first:][: counts[rank]], first * self.group_size
 
     def _success(
         self, rows: Sequence[int], grades: Sequence[Grade], alternative: str
@@ -209,13 +228,20 @@ class ReasoningRollout:
                 )
         return [bool(grade.correct) for grade in grades]
 
-    def _record_success(self, rows: Sequence[int], grades: Sequence[Grade]) -> None:
-        """Record the responses of all processes, so that all draw the same prompts from then on."""
+    def _record_success(self, rows: Sequence[int], grades: Sequence[Grade], most: int) -> None:
+        """Record the responses of all processes, so that all draw the same prompts from then on.
+
+        ``most``: largest number of prompts of a process. Nothing is recorded without weights by
+        success.
+        """
+        if not self.by_success:
+            return
         success = self._success(rows, grades, "data.shuffle=true")
         drawn = [row for row in rows for _ in range(self.group_size)]
         counted = [not g.failed and g.correct is not None for g in grades]
-        results = self.ranks.all_gather(torch.tensor([drawn, success, counted]))
-        drawn, success, counted = torch.cat(results, 1)  # [responses of all processes] each
+        results = torch.tensor([drawn, success, counted], dtype=torch.int64)
+        results = F.pad(results, (0, most * self.group_size - len(drawn)))  # not counted
+        drawn, success, counted = self._gather(results)  # [responses of all processes] each
         self.sampler.record(drawn[counted > 0].tolist(), success[counted > 0].tolist())
 
     def _respond(
@@ -252,8 +278,6 @@ class ReasoningRollout:
             self._notice_once(
                 "failure", f"a response could not be graded: {self.graders.last_failure}"
             )
-        if self.by_success:
-            self._record_success(rows, grades)
         valid = [g for g in grades if not g.failed]
         if len({g.score for g in valid}) == 1:
             self._notice_once(

@@ -172,7 +172,7 @@ def test_each_rollout_process_refills_its_share_of_a_batch(tmp_path) -> None:
     for row in train(tmp_path / "run", **options)[1:]:
         assert row["rollout/filter_rounds"] > 2  # of at most 2 x 2 passes, mean of both
         assert 0 <= row["rollout/groups_missing"] <= 8
-    with pytest.raises(PlacementError, match=r"needs one rollout"):
+    with pytest.raises(ConfigError, match=r"group_filter_rounds > 1 needs .* one stage"):
         train(tmp_path / "refused", **options, cluster__stages=2)
 
 

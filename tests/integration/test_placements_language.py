@@ -263,6 +263,27 @@ def test_grpo_with_graders_in_a_process_of_their_own(tmp_path) -> None:
 
 
 @pytest.mark.slow
+def test_groups_of_several_rollouts_are_those_of_one(files: dict[str, Any], tmp_path) -> None:
+    """The first batch has the same mixed groups, in another order."""
+    grader = tmp_path / "grade.py"
+    grader.write_text(
+        "def compute_score(solution_str, ground_truth, **_):\n"
+        "    right = len(solution_str) % 2\n"
+        "    return {'score': right, 'acc': right}\n"
+    )
+    options = {**files, "reward__grader": f"{grader}:compute_score", "updates": 2}
+    options |= {"algorithm__adv_type": "grpo", "algorithm__group_size": 2}
+    options |= {"algorithm__group_filter": "success", "algorithm__group_filter_rounds": 3}
+    expected = train(tmp_path / "one", **options)
+    metrics = train(tmp_path / "fused", **options, **TWO_LEARNERS["fused"])
+    assert sorted(prompts(tmp_path / "fused", 1)) == sorted(prompts(tmp_path / "one", 1))
+    assert expected[1]["rollout/groups_dropped"] > 0
+    for tag in ("filter_rounds", "groups_dropped", "groups_missing", "epoch", "length"):
+        name = f"rollout/{tag}"
+        assert metrics[1][name] == pytest.approx(expected[1][name], rel=1e-6), tag
+
+
+@pytest.mark.slow
 def test_max_lag_lets_rollouts_run_ahead(files: dict[str, Any], tmp_path) -> None:
     """A resumed run collects again what was not trained on: the next prompts are the same."""
     options = {"placement": "disaggregated", "cluster__devices_per_node": 4, "cluster__max_lag": 1}
@@ -282,7 +303,6 @@ def test_refused_options_leave_no_files(tmp_path) -> None:
     cases: list[tuple[str, dict[str, Any]]] = [
         ("rollout_batch_size", {"placement": "fused", "cluster__devices_per_node": 3}),
         ("reward and critic share device 0", {**shared, "cluster__max_lag": 1}),
-        ("group_filter=null", {**TWO_LEARNERS["fused"], "algorithm__group_filter": "success"}),
     ]
     for message, options in cases:
         with pytest.raises((PlacementError, ConfigError), match=message):

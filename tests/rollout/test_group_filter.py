@@ -23,6 +23,7 @@ from embodied_ppo.rollout.group_filter import GroupFilter, join_passes, mask_gro
 from embodied_ppo.rollout.rewards.graders import Grade
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training.logging import numbers
+from tests.ppo.test_robot_actor_ranks import run_ranks
 from tests.rollout.test_language_rollout import ANSWERS, ScriptedGenerator
 from tests.rollout.test_language_rollout import rollout as language_rollout
 
@@ -254,3 +255,47 @@ def test_prompts_are_drawn_until_the_batch_is_full() -> None:
     own = numbers(metrics)
     assert own["rollout/filter_rounds"] == 3 and own["rollout/groups_dropped"] == 3
     assert own["rollout/success"] == 6 / 10 and own["rollout/epoch"] == 5 / 4
+
+
+def test_several_processes_collect_the_groups_of_one() -> None:
+    """Each fills its share of the batch, and has the rounds of the others without a prompt."""
+
+    class Generator(ScriptedGenerator):
+        def generate(self, prompts: Any, sampling: Any, *, samples: Any, **options: Any) -> Any:
+            self.answers = [ANSWERS[int(i) * 5 % 7 % 4] for i in samples]
+            return super().generate(prompts, sampling, samples=samples, **options)
+
+    class LengthGraders(Graders):
+        def grade(self, samples: Any, prompts: Any) -> list[Grade]:
+            texts = [text for _, text, _, _ in samples]
+            right = [len(x) >= len(p.ids) for x, p in zip(texts, prompts, strict=True)]
+            return [Grade(len(x), correct=y) for x, y in zip(texts, right, strict=True)]
+
+    def work(ranks: Any) -> tuple[list[Any], list[Any], Any, int]:
+        x = language_rollout(
+            group_size=2,
+            batch=4,
+            generator=Generator(ANSWERS, 4),
+            graders=LengthGraders([]),
+            filter_rounds=4,
+            shuffle="success",
+            ranks=ranks,
+        )
+        columns, metrics = [], []
+        for update in range(3):
+            t, own = x.collect(4, update=update, version=update)
+            assert t.mask.shape == (4, 8 // ranks.world) and isinstance(t.obs, dict)
+            kept = t.mask.any(0)
+            rows = torch.cat((t.obs["row"], t.action, t.mask * t.reward), dim=0).T[kept]
+            columns += [[update, *row] for row in rows.tolist()]
+            tags = ("filter_rounds", "epoch")
+            metrics.append([numbers(own)[f"rollout/{tag}"] for tag in tags])
+        return columns, metrics, x.state(), len(x.generator.calls)
+
+    ((columns, metrics, state, calls),) = run_ranks(1, work)
+    first, second = run_ranks(2, work)
+    assert sorted(first[0] + second[0]) == sorted(columns) and len(columns) > 16
+    assert first[1] == second[1] == metrics
+    for part in (first, second):
+        torch.testing.assert_close(part[2], state, rtol=0, atol=0)
+    assert first[3] != second[3] and max(first[3], second[3]) == calls

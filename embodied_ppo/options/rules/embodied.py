@@ -127,12 +127,12 @@ def _check_process(config: Config) -> None:
             f"env.num_envs = {config.env.num_envs} is not a multiple of cluster.stages ="
             f" {stages}{groups}; nearest: {base.nearest_multiples(unit, config.env.num_envs)}",
         )
-        refills = a.group_filter is not None and a.group_filter_rounds > 1
-        name = "distill" if config.teacher is not None else "algorithm.group_filter_rounds > 1"
-        refuse(
-            refills or config.teacher is not None,
-            f"remove cluster.stages = {stages}: {name} needs all environments in one stage",
-        )
+    refills = a.group_filter is not None and a.group_filter_rounds > 1
+    name = "distill" if config.teacher is not None else "algorithm.group_filter_rounds > 1"
+    refuse(
+        stages > 1 and (refills or config.teacher is not None),
+        f"remove cluster.stages = {stages}: {name} needs all environments in one stage",
+    )
     cameras = f"env.cameras = {show(config.env.cameras)} are rendered in the thread of simulators"
     obstacles = {
         f"placement = {config.placement} overlaps by cluster.max_lag=1": not one_process(config),
