@@ -762,7 +762,8 @@ class AlgorithmConfig:
     """Coefficient of the KL penalty in the reward."""
     off_policy_correction: Literal["token", "sequence"] | None = None
     """Truncated importance weights for differences between the log-probabilities of the acting and
-    the learning policy, where rollouts lag behind or another engine acts; null: off."""
+    the learning policy, where rollouts lag behind or another engine acts; null: off. Advantages of
+    a robot's rollouts that lag behind use the values of the newest critic."""
     off_policy_cap: Positive = option(
         2.0, read_if=equals("algorithm.off_policy_correction", "token", "sequence")
     )

@@ -57,6 +57,10 @@ class PopArt(nn.Module):
         """Return (x − μ_k)/σ_k of values or returns [..] of tasks k, int64 [..]."""
         return ((x.double() - self.mean[task]) / self.std()[task]).float()
 
+    def denormalize(self, x: Tensor, task: Tensor) -> Tensor:
+        """Return σ_k·x + μ_k, the inverse of ``normalize``."""
+        return (x.double() * self.std()[task] + self.mean[task]).float()
+
     @torch.no_grad()
     def update(self, head: nn.Linear, returns: Tensor, task: Tensor, mask: Tensor) -> None:
         """Merge the returns of a rollout and rescale the outputs, so that no V changes.

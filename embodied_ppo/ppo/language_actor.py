@@ -205,13 +205,13 @@ class LanguageActor:
         # The tokens are the inputs of the model.
         return t.obs
 
-    def log_prob(self, inputs: Rows, t: Trajectory) -> Tensor:
+    def log_prob(self, inputs: Rows, t: Trajectory) -> tuple[Tensor, None]:
         limits: dict[str, Any] = {
             "tokens": self.tokens,
             "columns": log_prob_batch_size(self.config),
             "ranks": self.ranks,
         }
-        return evaluate_tokens(self.policy, inputs, t.mask, t.action, **limits)["log_prob"]
+        return evaluate_tokens(self.policy, inputs, t.mask, t.action, **limits)["log_prob"], None
 
     def reference_view(self, t: Trajectory) -> Evaluation:
         """See ``Actor``. Logits are hidden states [T, N, D]; None unless a full KL needs them."""

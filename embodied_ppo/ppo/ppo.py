@@ -68,7 +68,8 @@ class PPO(LearnerState):
         start = self.cpu_clock()
         if self.curiosity is not None:
             self.groups = self.curiosity.groups_at(self.groups, update)
-        batch, results = self.prepare(trajectory)
+        lags = c.off_policy_correction is not None and bool((trajectory.version != update).any())
+        batch, results = self.prepare(trajectory, lags=lags)
         if warmup and c.critic_warmup_variance is not None:
             self.check_warmup(results, update)
         if self.record is not None:
@@ -117,8 +118,11 @@ class PPO(LearnerState):
         self.cpu_s["update"] += self.cpu_clock() - prepared
         return results
 
-    def prepare(self, trajectory: Trajectory) -> tuple[Batch, Metrics]:
-        """Return the batch, samples [T*N, ..] or columns [T, N, ..], and metrics."""
+    def prepare(self, trajectory: Trajectory, *, lags: bool = False) -> tuple[Batch, Metrics]:
+        """Return the batch, samples [T*N, ..] or columns [T, N, ..], and metrics.
+
+        ``lags``: whether older weights acted.
+        """
         c, actor, ranks = self.config, self.actor, self.optimizer.ranks
         if ranks.sharded:
             actor.reshard()
@@ -133,8 +137,8 @@ class PPO(LearnerState):
         # log π_ref(a|s). Acting has computed the former, so they are rarely computed again.
         old_log_prob, weight = trajectory.log_prob, None
         if actor.recompute or c.off_policy_correction is not None:
-            old_log_prob, weight, measured = preparation.recompute_behaviour(
-                actor, inputs, trajectory, c
+            old_log_prob, weight, trajectory, measured = preparation.recompute_behaviour(
+                actor, inputs, trajectory, c, ranks, lags=lags
             )
             results |= measured
         reference = None

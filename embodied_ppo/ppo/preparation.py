@@ -14,7 +14,7 @@ from torch import Tensor
 
 from embodied_envs.base import tree
 from embodied_ppo.core.collectives import Ranks
-from embodied_ppo.core.running_stats import expand, masked_sum, read_numbers
+from embodied_ppo.core.running_stats import expand, read_numbers
 from embodied_ppo.core.types import Mean, Metrics, Trajectory
 from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.policies.popart import TASK_INPUT
@@ -26,16 +26,19 @@ COLUMNS = ("reward", "value", "next_value", "terminated", "truncated", "mask", "
 
 
 def recompute_behaviour(
-    actor: Actor, inputs: Any, t: Trajectory, c: AlgorithmConfig
-) -> tuple[Tensor, Tensor | None, Metrics]:
+    actor: Actor, inputs: Any, t: Trajectory, c: AlgorithmConfig, ranks: Ranks, *, lags: bool
+) -> tuple[Tensor, Tensor | None, Trajectory, Metrics]:
     """Return log π_old of the actions [T, N, ..], the off-policy weights, and metrics.
 
-    With ``off_policy_correction`` the weights correct for the difference from acting.
+    With ``off_policy_correction`` the weights correct for the difference from acting. If other
+    weights acted (``lags``), the returned trajectory has the values of the critic that is trained.
     """
     # Evaluate the actions with the weights and kernels of this learner, before the first step.
-    log_prob = actor.log_prob(inputs, t)
+    log_prob, value = actor.log_prob(inputs, t)
     if c.off_policy_correction is None:
-        return log_prob, None, {}
+        return log_prob, None, t, {}
+    # Advantages of a lagged rollout rest on the newest critic, which explains the returns better.
+    t = replace_values(t, value) if lags and value is not None else t
     # Weights multiply elements of the loss, so both are reduced to its level first.
     old, acted = (
         losses.reduce_log_prob(x, c.logprob_type, batch_dims=2) for x in (log_prob, t.log_prob)
@@ -43,8 +46,35 @@ def recompute_behaviour(
     weight = losses.off_policy_weight(
         old, acted, t.mask, kind=c.off_policy_correction, cap=c.off_policy_cap
     )
-    total, count = read_numbers(masked_sum(weight, t.mask), expand(t.mask, weight).sum())
-    return log_prob, weight, {"policy/off_policy_weight": Mean(total, count)}
+    return log_prob, weight, t, weight_metrics(weight, t.mask, ranks, cap=c.off_policy_cap)
+
+
+def weight_metrics(weight: Tensor, mask: Tensor, ranks: Ranks, *, cap: float) -> Metrics:
+    """Return metrics of the off-policy weights [T, N, ..] of all ranks, at most ``cap`` each."""
+    weight, mask = ranks.all_gather_columns((weight, mask))
+    ordered = weight[expand(mask, weight)].double().sort().values
+    n, tag = len(ordered), "policy/off_policy_weight"
+    quantiles = {f"{tag}_{q}": ordered[n * q // 100] for q in (5, 95) if n}
+    capped = (ordered >= cap).sum()
+    total, capped, *numbers = read_numbers(ordered.sum(), capped, *quantiles.values())
+    metrics: Metrics = {tag: Mean(total, n), "policy/off_policy_capped": Mean(capped, n)}
+    return metrics | dict(zip(quantiles, numbers, strict=True))
+
+
+def replace_values(t: Trajectory, value: Tensor) -> Trajectory:
+    """Return a trajectory with other values V of its observations, shaped as ``t.value``.
+
+    D_t = V(s_t) − V_acting(s_t);  V'_t ← V'_t + D_{t+1} within an episode. The observation after
+    the last row of an episode or rollout is not stored: there D_t stands for its difference.
+    """
+    difference, ended = value - t.value, t.terminated | t.truncated
+    if t.mask.ndim == 3:
+        difference, ended = flatten_chunks(difference), flatten_chunks(ended)
+    following = torch.cat([difference[1:], difference[-1:]])
+    difference = torch.where(expand(ended, difference), difference, following)
+    if t.mask.ndim == 3:
+        difference = difference.unflatten(0, (-1, t.mask.shape[2])).transpose(1, 2)
+    return replace(t, value=value, next_value=t.next_value + difference)
 
 
 def gather_columns(t: Trajectory, ranks: Ranks) -> Trajectory:

@@ -25,6 +25,7 @@ from embodied_ppo.ppo.curiosity import Curiosity
 from embodied_ppo.ppo.minibatches import MirrorTerms, PolicyTerms, SampleCutter
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.ppo import PPO, PPOLoss
+from embodied_ppo.ppo.preparation import task_of_samples
 from embodied_ppo.ppo.roles import SharedCritic
 from embodied_ppo.ppo.symmetry import Symmetry
 
@@ -237,8 +238,11 @@ class RobotActor:
         view = apply_in_parts(policy.evaluate, size, flat(inputs), flat(t.action), flat(t.replay))
         return tree.map(lambda x: x.unflatten(0, t.mask.shape[:2]), view)
 
-    def log_prob(self, inputs: Any, t: Trajectory) -> Tensor:
-        return self.view(self.policy, inputs, t).log_prob
+    def log_prob(self, inputs: Any, t: Trajectory) -> tuple[Tensor, Tensor | None]:
+        view, popart = self.view(self.policy, inputs, t), getattr(self.policy, "popart", None)
+        if popart is None:
+            return view.log_prob, view.value
+        return view.log_prob, popart.denormalize(view.value, task_of_samples(inputs, t.mask))
 
     def reference_view(self, t: Trajectory) -> Evaluation:
         """See ``Actor``. The reference has its own, frozen normaliser of observations."""

@@ -65,8 +65,8 @@ class Actor(Protocol):
         """Return the observations as inputs of the policy, [T, N, ..]."""
         ...
 
-    def log_prob(self, inputs: Any, t: Trajectory) -> Tensor:
-        """Return log-probabilities of the trajectory's actions under the policy, [T, N, ..]."""
+    def log_prob(self, inputs: Any, t: Trajectory) -> tuple[Tensor, Tensor | None]:
+        """Return log-probabilities of actions, [T, N, ..], and values; None: not computed here."""
         ...
 
     def reference_view(self, t: Trajectory) -> Evaluation:

@@ -51,6 +51,8 @@ def test_random_updates_equal_a_loop_in_float64() -> None:
         popart.update(head, torch.where(mask, returns, torch.nan), task, mask)
         after = popart(head(features), one_hot, normalized=False)
         torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-4)
+        normalized = popart(head(features), one_hot, normalized=True)
+        torch.testing.assert_close(popart.denormalize(normalized, torch.arange(50) % 4), after)
         for k in range(3):
             values = [
                 float(r)

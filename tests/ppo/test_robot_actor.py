@@ -719,7 +719,7 @@ def test_reference_is_initial_policy():
 def test_off_policy_weights_by_hand():
     """lp_acted = lp - s: weights e^s are capped at 1.5; the ratio starts at 1."""
     shift = torch.tensor([0.1, -0.2, 1.0, 0.0] * 2)  # per column
-    for kind, per_sample in (("token", shift), ("sequence", shift * T)):
+    for kind, per_sample, capped in (("token", shift, 0.25), ("sequence", shift * T, 0.5)):
         learner = make({**PLAIN, "off_policy_correction": kind, "off_policy_cap": 1.5})
         t = full(experience(learner))
         acted = t.log_prob.clone()
@@ -727,6 +727,11 @@ def test_off_policy_weights_by_hand():
         metrics = numbers(learner.update(replace(t, log_prob=acted), update=0))
         expected = per_sample.exp().clamp(max=1.5).mean().item()
         assert metrics["policy/off_policy_weight"] == pytest.approx(expected, rel=1e-5)
+        # A quarter of the samples has the smallest weight, and one or two quarters have the cap.
+        smallest = per_sample.min().exp().item()
+        assert metrics["policy/off_policy_weight_5"] == pytest.approx(smallest, rel=1e-5)
+        assert metrics["policy/off_policy_weight_95"] == 1.5
+        assert metrics["policy/off_policy_capped"] == capped
         assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
         plain = make(PLAIN)
         uncorrected = numbers(plain.update(replace(t, log_prob=acted), update=0))

@@ -243,7 +243,9 @@ def test_metrics_change_during_training(run_dir):
     constant = {"rollout/version_lag": 0, "policy/epochs": 3, "advantage/zero_fraction": 0}
     constant |= {"policy/lr": 3e-3, "value/lr": 3e-3, "kl/coef": 0.001}
     constant |= {"memory/peak_gb": log_rows[0]["memory/peak_gb"]}
-    constant |= {"policy/off_policy_weight": 1}  # who acts is who learns
+    # The policy that acts is the one that learns.
+    constant |= {f"policy/off_policy_weight{x}": 1 for x in ("", "_5", "_95")}
+    constant |= {"policy/off_policy_capped": 0}
     for tag in {tag for row in log_rows for tag in row} - {"update", "env_steps"}:
         values = [row[tag] for row in log_rows if row.get(tag) is not None]
         if tag in constant:

@@ -208,6 +208,8 @@ def loss_type(value: Any, source: Source) -> Answer:
     answer: dict[str, Any] = {"algorithm.loss_type": "actor_critic"}
     if value == "actor":
         answer["algorithm.value_loss_coef"] = 0.0
+    if value == "decoupled_actor_critic":
+        answer["algorithm.off_policy_correction"] = "token"
     return answer
 
 
