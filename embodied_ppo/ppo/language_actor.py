@@ -206,11 +206,8 @@ class LanguageActor:
         return t.obs
 
     def log_prob(self, inputs: Rows, t: Trajectory) -> tuple[Tensor, None]:
-        limits: dict[str, Any] = {
-            "tokens": self.tokens,
-            "columns": log_prob_batch_size(self.config),
-            "ranks": self.ranks,
-        }
+        limits: dict[str, Any] = {"tokens": self.tokens, "ranks": self.ranks}
+        limits["columns"] = log_prob_batch_size(self.config)
         return evaluate_tokens(self.policy, inputs, t.mask, t.action, **limits)["log_prob"], None
 
     def reference_view(self, t: Trajectory) -> Evaluation:

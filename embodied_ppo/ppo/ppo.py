@@ -68,7 +68,8 @@ class PPO(LearnerState):
         start = self.cpu_clock()
         if self.curiosity is not None:
             self.groups = self.curiosity.groups_at(self.groups, update)
-        lags = c.off_policy_correction is not None and bool((trajectory.version != update).any())
+        current = (trajectory.version == update).all()
+        lags = c.off_policy_correction is not None and not current
         batch, results = self.prepare(trajectory, lags=lags)
         if warmup and c.critic_warmup_variance is not None:
             self.check_warmup(results, update)
@@ -91,7 +92,6 @@ class PPO(LearnerState):
                     entropy_coef *= schedules.entropy_factor(c, update, optimizer.updates)
                 optimizer.loss.coefficients["entropy"] = entropy_coef
                 # Only a rollout of these weights must agree with them.
-                current = (trajectory.version == update).all()
                 optimizer.begin(batch, update, critic_only=warmup, current=current)
                 for epoch in range(c.update_epoch):
                     for index in optimizer.minibatches(epoch):
