@@ -515,7 +515,7 @@ def measure_update(
         return bench.seconds(lambda: learner.update(trajectories[0], update=update), device)
 
     collect(0)
-    predict = lambda: estimate_update(policy, learner, device, trajectories[0])
+    predict = lambda: estimate_update(policy, learner, trajectories[0])
     memory = part.attempt(f"{prefix}predicted_gb", predict)
     if memory is not None:
         part.report(f"{prefix}predicted_gb", sum(memory.values()) / 1e9)

@@ -54,6 +54,16 @@ ONE_KERNEL = {"scaled_dot_product_attention", "rms_norm"}
 """Operations made of others for which a GPU has one kernel in inference mode."""
 
 
+UNORDERED = {
+    *("convolution_backward", "_embedding_bag_backward", "_ctc_loss_backward", "nll_loss2d"),
+    *("histc", "bincount", "median", "put_", "grid_sampler_2d_backward"),
+    *("upsample_bilinear2d_backward", "_upsample_bilinear2d_aa_backward"),
+    *("_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "reflection_pad2d_backward"),
+}
+"""Operations whose CUDA kernels add in any order (``torch.use_deterministic_algorithms``); those
+that do so for some arguments are in ``_is_unordered``."""
+
+
 class DeviceError(RuntimeError):
     """An operation that a GPU refuses, or that the current context forbids."""
 
@@ -149,6 +159,10 @@ class _Functions(TorchFunctionMode):
             if device.type != generator.device.type:
                 where = f"a generator on {generator.device} for random numbers on {device}"
                 raise DeviceError(f"{where}; {_place()}")
+        if func is nn.functional.scaled_dot_product_attention and torch.is_grad_enabled():
+            if any(isinstance(x, DeviceTensor) and x.requires_grad for x in args[:3]):
+                assert FakeAccelerator.current is not None
+                FakeAccelerator.current.unordered[f"{_place()} attention"] += 1
         if func not in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
             return func(*args, **kwargs)
         device, pinned = kwargs.pop("device", None), kwargs.pop("pin_memory", False)
@@ -169,6 +183,7 @@ class FakeAccelerator(TorchDispatchMode):
         operations: Operation -> calls that a GPU would launch kernels for.
         host_reads: "file:function" of our code -> times the host waits for the device.
         uploads: "file:function" of our code -> copies from memory that is not pinned.
+        unordered: "file:function operation" -> calls whose result can differ between two runs.
         strict: Whether a host read or an upload raises DeviceError.
     """
 
@@ -177,6 +192,7 @@ class FakeAccelerator(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations, self.host_reads, self.uploads = Counter(), Counter(), Counter()
+        self.unordered = Counter[str]()
         self.strict = False
         self._functions = _Functions()
 
@@ -232,6 +248,8 @@ class FakeAccelerator(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if name not in VIEWS:
             self.operations[name] += 1
+        if name in UNORDERED or _is_unordered(name, args, kwargs):
+            self.unordered[f"{_place()} {name}"] += 1
         if target is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if name == "_to_copy" and not to_device and target is not None:
@@ -303,6 +321,31 @@ class FakeAccelerator(TorchDispatchMode):
         if self.strict:
             raise DeviceError(f"{name}: the host waits for the device or copies to it; {_place()}")
         counts[_place()] += 1
+
+
+def _is_unordered(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a CUDA kernel adds or overwrites in an order that differs between runs.
+
+    It does where an index names a place twice, except to add 0; ``index_put`` with ``accumulate``
+    sorts. ``cumsum`` of one row adds blocks in any order, of several rows each in order.
+    """
+    args = tree.map(lambda x: x.host if isinstance(x, DeviceTensor) else x, list(args))
+    if name == "cumsum":
+        dtype, row = kwargs.get("dtype") or args[0].dtype, args[0].shape[args[1]]
+        return dtype.is_floating_point and args[0].numel() == row > 1
+    method = name.strip("_").removesuffix("_impl")
+    if method not in ("index_put", "index_add", "index_copy", "scatter", "scatter_add"):
+        return False
+    number = torch.arange(args[0].numel()).view(args[0].shape)
+    if method == "index_put":
+        places = number[tuple(slice(None) if x is None else x for x in args[1])]
+        ordered = args[2].numel() == 1 or (len(args) > 3 and args[3])
+    else:
+        read = number.gather if method.startswith("scatter") else number.index_select
+        places, ordered = read(args[1], args[2]), not isinstance(args[3], Tensor)
+    if method.endswith("_add"):
+        places = places[args[3][tuple(map(slice, places.shape))] != 0]
+    return not ordered and len(places.unique()) < places.numel()
 
 
 class _Nested(TorchDispatchMode):

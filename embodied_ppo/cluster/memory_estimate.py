@@ -41,16 +41,13 @@ class AllocationCounter(TorchDispatchMode):
         peak: Maximum of ``now``.
     """
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # True would import ``torch._dynamo``
+
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         """Start at 0 bytes; storages of ``known`` tensors are not counted."""
         super().__init__()
         self.now = self.peak = 0
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: otherwise the first operation imports ``torch._dynamo``."""
-        return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -217,14 +214,13 @@ def micro_batch(
 
 @torch.no_grad()
 def estimate_acting(
-    policy: Policy, obs_spec: ObsSpec, device: torch.device, rows: int, *, bound: bool = False
+    policy: Policy, obs_spec: ObsSpec, rows: int, *, bound: bool = False
 ) -> tuple[int, Any, Any]:
     """Estimate the memory of acting.
 
     Args:
         policy: The policy.
         obs_spec: Spec of one environment's observation.
-        device: Device of the observations.
         rows: Number of environments.
         bound: Return an upper bound, in a fraction of the time: the peak of one row with memory,
             times ``rows``. The size of a tensor is a + b rows, at most rows (a + b).
@@ -233,8 +229,8 @@ def estimate_acting(
         Peak in bytes; the observations and the decision as tensors [rows, ..] without memory.
     """
     assert isinstance(policy, nn.Module)
+    device, n = next(policy.parameters()).device, 1 if bound else rows
     specs = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
-    n = 1 if bound else rows
     with fake_tensors(policy, enabled=not bound) as known:
         # Observations exist before acting; only what acting allocates is counted.
         named = {
@@ -333,20 +329,13 @@ def language_step(
 
 
 def estimate_update(
-    policy: Policy,
-    learner: PPO,
-    device: torch.device,
-    t: Trajectory,
-    *,
-    surplus: float = 0.0,
-    bound: bool = False,
+    policy: Policy, learner: PPO, t: Trajectory, *, surplus: float = 0.0, bound: bool = False
 ) -> dict[str, int]:
     """Estimate the memory of an update after its first step; existing gradients are freed.
 
     Args:
         policy: The policy.
         learner: PPO of the policy.
-        device: Device of the learner.
         t: Trajectory of this process, [T, N, ..], possibly fake.
         surplus: Further trajectories that the rollout holds, in multiples of ``t``.
         bound: As for ``estimate_acting``; computes with one sample, or one column.
@@ -359,14 +348,14 @@ def estimate_update(
     """
     assert isinstance(policy, nn.Module)
     policy.zero_grad(set_to_none=True)
+    device = next(policy.parameters()).device
     # Inputs that acting has kept are those of the batch, which are counted.
     c, t = learner.config, replace(t, kept=None)
     # Rows of one micro-batch on this process.
     share = c.global_batch_size // learner.ranks.world
     size = min(c.micro_batch_size or share, share)
-    n = size
-    if bound:
-        n = len(t.version) if c.minibatch_unit == "column" else 1
+    smallest = len(t.version) if c.minibatch_unit == "column" else 1
+    n = smallest if bound else size
     rows = t.version.numel()
     parts = (c.logprob_forward_micro_batch_size or rows) < rows
     # The peak of forward and backward pass; gradients and weights are counted below.

@@ -31,9 +31,8 @@ class RobotMemoryEstimator(MemoryEstimator):
     """See ``MemoryEstimator``. The memory of simulators is not counted.
 
     Attributes:
-        is_small: Whether the policy is a network of this package that one row can be computed with.
-        bound: Whether estimates are upper bounds, for which ``is_small`` is required. They need no
-            fake tensors, with which torch imports its compiler: a third of the start of a run.
+        bound: Whether results are upper bounds; only if ``is_small``. They need no fake tensors,
+            for which torch imports its compiler, a third of the start of a run.
     """
 
     def __init__(self, config: Config) -> None:
@@ -42,7 +41,7 @@ class RobotMemoryEstimator(MemoryEstimator):
         Raises:
             ConfigError, EnvError: An option is refused by what it configures.
         """
-        self.config, self.cpu = config, torch.device("cpu")
+        self.config = config
         self.spaces = describe_spaces(config)
         # Memory does not depend on the values of weights.
         with skip_orthogonal_matrices():
@@ -118,7 +117,7 @@ class RobotMemoryEstimator(MemoryEstimator):
         key = rows, getattr(self.policy, "planned_memory_gb", None), self.bound
         if key not in self._acting_by_rows:
             self._acting_by_rows[key] = memory_estimate.estimate_acting(
-                self.policy, self.spaces.obs_spec, self.cpu, rows, bound=self.bound
+                self.policy, self.spaces.obs_spec, rows, bound=self.bound
             )
         return self._acting_by_rows[key]
 
@@ -143,7 +142,7 @@ class RobotMemoryEstimator(MemoryEstimator):
         learner = robot_ppo(self.policy, share, num_envs=episodes(config), updates=1, seed=0)
         _, trajectory = self._acting(learners)
         update = memory_estimate.estimate_update(
-            self.policy, learner, self.cpu, trajectory, surplus=surplus, bound=self.bound
+            self.policy, learner, trajectory, surplus=surplus, bound=self.bound
         )
         # Sharding divides weights, gradients and optimiser, but no experience and activations.
         if config.cluster.shard:
@@ -153,12 +152,7 @@ class RobotMemoryEstimator(MemoryEstimator):
 
 
 def _check_weights(config: Config, spaces: EnvInfo) -> None:
-    """Raise ConfigError if this machine has less memory than the weights need.
-
-    Args:
-        config: The options.
-        spaces: Spaces on the device meta, on which a network has shapes but no memory.
-    """
+    """Raise ConfigError if this machine has less memory than the weights need."""
     with torch.device("meta"):
         policy = robot_policy.make_policy(config, spaces, weights=False)
     size, free = nbytes(list(policy.parameters())), free_memory()

@@ -205,21 +205,14 @@ def memory_estimator(config: Config) -> MemoryEstimator:
     return RobotMemoryEstimator(config)
 
 
-def check_memory(config: Config, plan: Plan) -> MemoryNeeds:
-    """Return the estimated memory. Raises PlacementError if it does not fit."""
-    needs = memory_estimator(config).estimate_memory(plan)
-    placement_memory.check_memory(plan, needs)
-    return needs
-
-
-def refuse_excess(config: Config, plan: Plan) -> None:
-    """Raise PlacementError if a run does not fit in memory, faster than ``check_memory``."""
+def check_memory(config: Config, plan: Plan) -> None:
+    """Raise PlacementError if a run does not fit, from an upper bound where that is enough."""
     estimator = memory_estimator(config)
     if isinstance(estimator, RobotMemoryEstimator) and estimator.is_small:
         estimator.bound = True
         with suppress(PlacementError):
             return placement_memory.check_memory(plan, estimator.estimate_memory(plan))
-        estimator.bound = False  # the upper bound does not fit, but the memory may
+        estimator.bound = False
     placement_memory.check_memory(plan, estimator.estimate_memory(plan))
 
 
@@ -240,7 +233,9 @@ def describe_plan(config: Config) -> dict[str, Any]:
         PlacementError: The placement is not valid, or does not fit in memory.
     """
     plan = resolve_plan(config, select_device(config.device, config.threads))
-    return plan_summary(config, plan, check_memory(config, plan))
+    needs = memory_estimator(config).estimate_memory(plan)
+    placement_memory.check_memory(plan, needs)
+    return plan_summary(config, plan, needs)
 
 
 def plan_summary(config: Config, plan: Plan, needs: MemoryNeeds) -> dict[str, Any]:

@@ -53,9 +53,6 @@ REMOVED = {
     "tune": "write train --multirun --jobs 1 placement=local,fused (docs/placement.md)",
 }
 """Commands of earlier versions -> what to write instead."""
-COLLECTION_THRESHOLD = 50_000
-"""New objects per garbage collection. With Python's 700, collections visit the modules of torch 20
-times while they are imported, a fifth of the start."""
 UNSUPERVISED = ("watch", "doctor", "config", "experiments", "import-config", "new-task")
 """Commands that run no simulators, which may crash or hang."""
 
@@ -123,7 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments. None selects those of the process, and then commands that run
             simulators are supervised by a parent process.
     """
-    gc.set_threshold(COLLECTION_THRESHOLD)
+    # With the default of 700, collections while torch is imported are a tenth of the start.
+    gc.set_threshold(50_000)
     own, argv = argv is None, list(sys.argv[1:] if argv is None else argv)
     if own and argv and argv[0] in COMMANDS and argv[0] not in UNSUPERVISED:
         if not {"-h", "--help"} & {*argv}:

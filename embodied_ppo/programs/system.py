@@ -83,7 +83,7 @@ def build_system(spec: RunSpec, messages: Messages, stack: ExitStack) -> BuiltSy
     config = spec.config
     # Refuse what exceeds the memory before models are loaded.
     if run_plan.can_estimate(config, in_process=True):
-        run_plan.refuse_excess(config, run_plan.plan_on_one_device(config, spec.device))
+        run_plan.check_memory(config, run_plan.plan_on_one_device(config, spec.device))
     roles = tuple(validation.roles(config))
     process = WorkerSpec(roles, {"rollout": (0, 1)}, stages=config.cluster.stages)
     worker, facts = build(spec, process, None, messages, stack)
@@ -130,7 +130,7 @@ def _build_workers(spec: RunSpec, plan: Plan, messages: Messages) -> BuiltSystem
     if config.mode == "reasoning":
         check_files(config)
     if run_plan.can_estimate(config):
-        run_plan.refuse_excess(config, plan)
+        run_plan.check_memory(config, plan)
     from embodied_ppo.cluster.ray_system import ClusterSystem  # importing Ray takes a second
 
     system = ClusterSystem(

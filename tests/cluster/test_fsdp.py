@@ -413,9 +413,7 @@ def test_memory_estimate_equals_allocated_memory(
     learner = robot_ppo(
         policy, AlgorithmConfig(global_batch_size=T * N), num_envs=N, updates=1, seed=0
     )
-    full = memory_estimate.estimate_update(
-        policy, learner, torch.device("cpu"), experience(policy, obs, 0)
-    )
+    full = memory_estimate.estimate_update(policy, learner, experience(policy, obs, 0))
     sharded = full | memory_estimate.sharded_bytes(policy, processes.world)
     largest = max(sizes for *_, sizes in results(processes.world, TOKENS[processes.world], True))
     # Two moments, and gradients of half their size.

@@ -318,7 +318,9 @@ def planned(option: str, value: Any, needs: dict[str, Any] | None = None) -> Any
     plan = run_plan.plan_run(c, CPU)
     if plan is None:
         return None
-    return plan.rows(), plan.weights_path(0), plan.stages, run_plan.check_memory(c, plan)
+    run_plan.check_memory(c, plan)
+    memory = run_plan.memory_estimator(c).estimate_memory(plan)
+    return plan.rows(), plan.weights_path(0), plan.stages, memory
 
 
 def labels(value: dict[str, Any]) -> Any:

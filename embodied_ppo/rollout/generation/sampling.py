@@ -68,7 +68,7 @@ def choose(logits: Tensor, sampling: Sampling, u: Tensor) -> tuple[Tensor, Tenso
     if sampling.temperature == 0:
         token = scaled.argmax(-1)
     else:
-        total = _filtered(scaled, sampling).cumsum(-1, dtype=torch.float64)
+        total = _sums_up_to(_filtered(scaled, sampling))
         target = u.clamp(max=1 - EPSILON).unsqueeze(-1) * total[:, -1:]
         token = _first_above(total, target).squeeze(-1)
     return token, log_p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
@@ -80,7 +80,7 @@ def _choose_plain(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor
     width = _block_width(vocabulary)
     # Two levels: choose a block by its total weight, then a token of the block.
     largest, sums = _block_sums(logits, temperature, width)
-    sum_up_to = sums.cumsum(-1)
+    sum_up_to = _sums_up_to(sums)
     total = sum_up_to[:, -1:]
     # u < 1, so that the sum up to a block with positive weight exceeds the target.
     target = u.clamp(max=1 - EPSILON).unsqueeze(-1) * total
@@ -88,7 +88,7 @@ def _choose_plain(logits: Tensor, temperature: float, u: Tensor) -> tuple[Tensor
     target = target - (sum_up_to - sums).gather(1, block)
     index = torch.arange(width, device=logits.device) + block * width  # [B, width]
     weights = _weights(logits.gather(1, index.clamp(max=vocabulary - 1)), temperature, largest)
-    inner = (weights * (index < vocabulary)).cumsum(-1, dtype=torch.float64)
+    inner = _sums_up_to(weights * (index < vocabulary))
     # The order of the sums differs, so that rounding may leave the block at either end.
     target = target.clamp(min=0).minimum(inner[:, -1:] * (1 - EPSILON))
     token = torch.add(_first_above(inner, target), block, alpha=width)
@@ -129,11 +129,18 @@ def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
         # A token is excluded if the more likely tokens have probability top_p already. This keeps
         # the first token, unless top_p is below the rounding error (about 1e-7). The cumulative sum
         # is float64, because in float32 it would lose the last bits over a large vocabulary.
-        share = ordered.double().cumsum(-1) / ordered.double().sum(-1, keepdim=True)
+        share = _sums_up_to(ordered) / ordered.double().sum(-1, keepdim=True)
         before = share - ordered / ordered.sum(-1, keepdim=True)
         ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
         p = torch.zeros_like(p).scatter(-1, order, ordered)
     return p
+
+
+def _sums_up_to(x: Tensor) -> Tensor:
+    """Return the sums of x [B, K] up to each column, float64, with additions in a fixed order."""
+    # CUDA adds a single row in blocks of any order (torch issue 75240), but each of several in one.
+    rows = x if len(x) > 1 else x.repeat(2, 1)
+    return rows.cumsum(-1, dtype=torch.float64)[: len(x)]
 
 
 def _first_above(total: Tensor, target: Tensor) -> Tensor:
