@@ -41,13 +41,15 @@ class AllocationCounter(TorchDispatchMode):
         peak: Maximum of ``now``.
     """
 
-    _should_skip_dynamo = classmethod(lambda cls: False)  # True would import ``torch._dynamo``
-
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         """Start at 0 bytes; storages of ``known`` tensors are not counted."""
         super().__init__()
         self.now = self.peak = 0
         self._storages: weakref.WeakSet[Any] = weakref.WeakSet(x.untyped_storage() for x in known)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import ``torch._dynamo``
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
