@@ -343,8 +343,8 @@ class ModelConfig:
     """Apply layer normalisation before each hidden activation."""
     wide_obs: Count | None = option(None, read_if=TRUNK)
     """Vector observations of more numbers than this, n, are multiplied by sqrt(wide_obs / n) after
-    their normalisation, and the initial weights of the first layer divided by it, so that a step of
-    Adam changes the outputs no more than with wide_obs inputs; null: off."""
+    their normalisation, so that the first layer's outputs, and their changes by a step of Adam, are
+    no larger than with wide_obs inputs; null: off."""
     shared_backbone: bool = True
     """Share one trunk between policy and value; false: separate trunks."""
     distribution: Literal["auto", "gaussian", "squashed_gaussian", "beta", "categorical"] = option(

@@ -264,8 +264,8 @@ class DefaultTrunk(nn.Module):
         if size == 0:
             raise ConfigError("env: the observation is empty; nothing to act on")
         self.inputs = size  # size of what the hidden layers and the recurrent layer read
-        # x ← x·√(w/n) and W ← W/√(w/n) with w = wide_obs: the same function, but changes of all
-        # weights by ±lr, of independent signs, move an output by lr·√w instead of lr·√n.
+        # x ← x·√(w/n) with w = wide_obs: the first outputs have the variance of w inputs, and
+        # changes of all weights by ±lr, of independent signs, move them by lr·√w, not lr·√n.
         wide = config.wide_obs
         ratio = 1.0 if wide is None else wide / max(encoder.vector_size, 1)
         self.scale = min(1.0, math.sqrt(ratio))
@@ -276,10 +276,6 @@ class DefaultTrunk(nn.Module):
                 layers.append(nn.LayerNorm(size_out))
             layers.append(ACTIVATIONS[config.activation]())
         self.layers = nn.Sequential(*layers)
-        if self.scale != 1.0 and config.hidden:
-            own = slice(features, features + encoder.vector_size)  # the vector's, see ``join``
-            with torch.no_grad():
-                self.get_parameter("layers.0.weight")[:, own] /= self.scale
         self.features = config.hidden[-1] if config.hidden else size + recurrent
 
     def join(self, inputs: dict[str, Tensor], features: Tensor | None = None) -> Tensor:
