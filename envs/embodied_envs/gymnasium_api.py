@@ -22,6 +22,7 @@ from gymnasium.vector.utils import batch_space
 import embodied_envs
 from embodied_envs import tasks
 from embodied_envs.adapters.actions import policy_bounds
+from embodied_envs.adapters.gymnasium_env import AUTORESET
 from embodied_envs.adapters.spaces import check_seeds
 from embodied_envs.adapters.user_code import copy_arrays
 from embodied_envs.base import tree
@@ -33,10 +34,6 @@ from embodied_envs.types import ArraySpec, Step
 
 SIMULATORS = ("auto", "mujoco", "warp")
 RENDER_MODES = ("rgb_array",)
-AUTORESET: dict[Any, Any] = {
-    "same_step": AutoresetMode.SAME_STEP,
-    "next_step": AutoresetMode.NEXT_STEP,
-}
 NO_LIMIT = 2**31 - 1
 """Value of ``max_episode_steps`` for episodes without a time limit."""
 
@@ -225,7 +222,7 @@ class TaskVectorEnv(_TaskSimulator, gymnasium.vector.VectorEnv):
             EnvError: The task or an option is unknown or invalid.
         """
         check_choice(f"{task}: autoreset_mode", autoreset_mode, [*AUTORESET, *AUTORESET.values()])
-        mode = AUTORESET.get(autoreset_mode, autoreset_mode)
+        mode = AUTORESET.get(str(autoreset_mode), autoreset_mode)
         single = self._make(task, num_envs, render_mode, options)
         self.single_observation_space, self.single_action_space = single
         self.observation_space, self.action_space = (batch_space(x, num_envs) for x in single)

@@ -44,11 +44,9 @@ def check(config: Config) -> None:
 
 def _check_sequences(config: Config) -> None:
     """Refuse groups, losses and ratios of sequences that do not exist. Raises ConfigError."""
-    a, chunk, continues = (
-        config.algorithm,
-        config.env.action_chunk,
-        not config.env.restart_each_rollout,
-    )
+    a = config.algorithm
+    chunk = config.env.action_chunk
+    continues = not config.env.restart_each_rollout
     steps, comparison = a.minibatch_unit == "step", base.group_comparison(config)
     by_sequence, by_chunk = a.ratio_level == "sequence", a.ratio_level == "chunk"
     one_entry = a.logprob_type == "chunk_level" or (chunk == 1 and a.logprob_type == "action_level")

@@ -28,7 +28,7 @@ from embodied_envs.base.observation_names import ACTION_MASK, INSTRUCTION
 from embodied_envs.registration import NAMESPACE
 from embodied_envs.types import ArraySpec, Obs, ObsSpec, Step
 
-_AUTORESET = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
+AUTORESET = {"next_step": AutoresetMode.NEXT_STEP, "same_step": AutoresetMode.SAME_STEP}
 _VECTORIZATION = ("sync", "async", "vector_entry_point")
 
 
@@ -213,12 +213,12 @@ class GymnasiumEnv(Adapter):
         autoreset = kwargs.pop("autoreset_mode", None)
         prefix = f"env.id={self.id}: "
         check_choice(f"{prefix}vectorization_mode", mode, _VECTORIZATION)
-        check_choice(f"{prefix}autoreset_mode", autoreset or "next_step", _AUTORESET)
+        check_choice(f"{prefix}autoreset_mode", autoreset or "next_step", AUTORESET)
         vector_kwargs = dict(kwargs.pop("vector_kwargs", None) or {})
         self._has_own_vector = mode == "vector_entry_point"
         if not self._has_own_vector:
             # ``read_obs`` copies the observations.
-            vector_kwargs |= {"copy": False, "autoreset_mode": _AUTORESET[autoreset or "next_step"]}
+            vector_kwargs |= {"copy": False, "autoreset_mode": AUTORESET[autoreset or "next_step"]}
         elif autoreset is not None:
             raise self._error(
                 f"remove autoreset_mode={autoreset}, or choose vectorization_mode=sync: its own"
@@ -264,7 +264,7 @@ class GymnasiumEnv(Adapter):
     def _autoreset_mode(self) -> AutoresetMode:
         """Return the mode of the vector's resets; raise EnvError if it does not reset itself."""
         mode = self._env.metadata.get("autoreset_mode")
-        if mode not in _AUTORESET.values():
+        if mode not in AUTORESET.values():
             self.close()
             raise self._error(
                 'write metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP} (or'

@@ -23,6 +23,7 @@ STATE = "state"
 OWN_TASKS_ONLY = "only the tasks of this package (simulator=mujoco or warp) have it"
 LARGEST = 1e9
 """Largest number of an option."""
+DISTURBANCES = ("obs_delay", "obs_noise", "obs_bias", "obs_dropout")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Realism:
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the observations that differ from those of the simulator."""
-        kinds = (self.obs_delay, self.obs_noise, self.obs_bias, self.obs_dropout)
+        kinds = (getattr(self, kind) for kind in DISTURBANCES)
         return tuple(dict.fromkeys(name for kind in kinds for d in kind for name in d.names))
 
     @property
@@ -128,12 +129,9 @@ class _Reader:
             action_delay=action_delay,
             joint_delay=joint_delay,
             parts=parts,
-            obs_delay=self._disturbances("obs_delay"),
-            obs_noise=self._disturbances("obs_noise"),
-            obs_bias=self._disturbances("obs_bias"),
-            obs_dropout=self._disturbances("obs_dropout"),
             action_rate_limit=limit,
             push_velocity=push_velocity if push_velocity[1] else None,
+            **{name: self._disturbances(name) for name in DISTURBANCES},
         )
 
     def _action_delays(self) -> tuple[list[tuple[int, int]], int]:

@@ -52,18 +52,12 @@ def named(value: Any, single: str = "") -> dict[str, Any]:
 
 def leaves(tree: Any) -> Iterator[Any]:
     """Yield every tensor of ``tree`` in field order; None is skipped."""
-    if tree is None:
-        return
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        for f in dataclasses.fields(tree):
-            yield from leaves(getattr(tree, f.name))
-    elif isinstance(tree, Mapping):
-        for value in tree.values():
+        tree = [getattr(tree, f.name) for f in dataclasses.fields(tree)]
+    if isinstance(tree, (Mapping, list, tuple)):
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
             yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
-    else:
+    elif tree is not None:
         yield tree
 
 

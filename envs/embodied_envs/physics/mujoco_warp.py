@@ -177,10 +177,8 @@ class WarpPhysics:
         self._constraint_columns = wp.array(columns, dtype=int)
         """Columns of sensordata that need constraints (contacts, limits); 0 without any."""
         self.randomization.to(self.device, self.dtype)
-        base, shapes = (
-            self.randomization.base,
-            {k: model_field(self.model, k).shape for k in varied},
-        )
+        base = self.randomization.base
+        shapes = {k: model_field(self.model, k).shape for k in varied}
         self.varied = {k: self._view(model_field(m, k), shape, k) for k, shape in shapes.items()}
         # mujoco_warp adds the damping of actuators to that of joints.
         damping = {k: x for k, x in self.varied.items() if k == "dof_damping"}

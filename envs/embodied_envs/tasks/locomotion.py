@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.random import normal
+from embodied_envs.robots.observation_parts import Part, describe
 from embodied_envs.tasks.task import State, Task
 
 
@@ -83,17 +84,9 @@ class Planar(Locomotion):
         return torch.cat([positions, self.privileged(s)], 1) if self.velocities else positions
 
     def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
-        units = ("m", "m/s"), ("rad", "rad/s")
-        joints = [
-            (model.joint(i).name, units[model.jnt_type[i] == mujoco.mjtJoint.mjJNT_HINGE])
-            for i in range(model.njnt)
-        ]
-        names: list[tuple[str, str | None]] = [
-            (f"{name} position", unit) for name, (unit, _) in joints[1:]
-        ]
-        if self.velocities:
-            names += [(f"{name} velocity", unit) for name, (_, unit) in joints]
-        return names
+        joints = tuple(model.joint(i).name for i in range(model.njnt))
+        velocities = [Part("joint_velocities", joints)] if self.velocities else []
+        return describe([Part("joint_positions", joints[1:]), *velocities], model)
 
     def privileged(self, s: State) -> Tensor:
         return s["qvel"].clamp(-self.velocity_limit, self.velocity_limit)
