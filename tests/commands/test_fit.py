@@ -51,9 +51,7 @@ LANGUAGE = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def run(*arguments: str) -> None:
@@ -292,9 +290,9 @@ def test_written_recipe_is_complete(capsys) -> None:
         ),
     ],
 )
-def test_invalid_input_is_refused(arguments: list[str], message: str, tmp_path, capsys) -> None:
+def test_invalid_input_is_refused(arguments: list[str], message: str, capsys) -> None:
     assert main.main(["fit", *arguments]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     for part in message.split(" .. "):
         assert part in err
-    assert list(tmp_path.iterdir()) == []
+    assert list(Path().iterdir()) == []
