@@ -23,12 +23,10 @@ LAYERS: list[str] = SETTINGS["layers"]
 """Folders and files directly in the package, from the lowest layer to the highest."""
 LAZY = (*(f"embodied_ppo.{name}" for name in SETTINGS["lazy"]), "embodied_envs")
 """Modules and folders that may import our own inside functions: `embodied-ppo --help` must not load
-torch.
-"""
+torch."""
 SLOW = set(SETTINGS["slow"])
 """Modules that any other may import inside a function: they load Ray, FSDP2 or MuJoCo, which most
-runs do not need.
-"""
+runs do not need."""
 ONLY_IN: dict[str, list[str]] = SETTINGS["only_in"]
 """Third-party package -> the modules or folders of embodied_ppo that may import it."""
 NUMERICS = ("ppo.advantages", "ppo.losses", "ppo.kl", "policies.distributions")

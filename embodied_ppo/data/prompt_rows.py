@@ -25,17 +25,14 @@ ANSWER_KEYS = (
     *("reward_model", "ground_truth", "answer", "label", "completion", "output", "response"),
     "solution",
 )
-"""Keys of a row that may hold the correct answer, in order of preference.
-
-The value of ``reward_model`` (verl) has a key ``ground_truth``.
-"""
+"""Keys of a row that may hold the correct answer, in order of preference. The value of
+``reward_model`` (verl) has a key ``ground_truth``."""
 
 
 UNREAD_KEYS = ("image", "images", "video", "videos", "audio", "audios")
 UNREAD_KEYS += ("system", "history", "tools")
 """Keys of a row whose contents are not read: media, which no language model of this package reads,
-and texts before the prompt, whose layouts differ among trainers.
-"""
+and texts before the prompt, whose layouts differ among trainers."""
 
 
 ROLES = {"human": "user", "gpt": "assistant"}

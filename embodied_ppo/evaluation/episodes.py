@@ -40,8 +40,7 @@ LARGEST_SEED = (2**31 - EVAL_SEED_BASE) // EPISODES_PER_SEED - 1
 GROUP = 16
 """Rows of one policy call. The last bits of a matrix product depend on the number of rows, and a
 sampled action on the row's index. Therefore episode i is always row i % GROUP of a call with GROUP
-rows, and num_envs changes no result.
-"""
+rows, and num_envs changes no result."""
 
 MAX_STEPS = 20_000
 """Limit of steps for a task without max_episode_steps; a longer episode is an error."""

@@ -82,8 +82,7 @@ class ReadIf:
     """Return whether a config fulfils the condition."""
     mode: Mode | None = None
     """The only mode that has the condition; the other mode reads the option in any case. None:
-    both modes have it.
-    """
+    both modes have it."""
 
     def __and__(self, other: ReadIf) -> ReadIf:
         """Return the condition that both hold."""

@@ -45,8 +45,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("target_parameters", "alora_invocation_tokens"), (None,)),
 }
 """Values of fields of adapter_config.json that ``Adapter`` reads, the default first. Most other
-initialisations (PiSSA, OLoRA, CorDA, LoftQ) change the weights of the base model.
-"""
+initialisations (PiSSA, OLoRA, CorDA, LoftQ) change the weights of the base model."""
 
 
 def save(

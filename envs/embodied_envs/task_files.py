@@ -23,10 +23,8 @@ from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, jo
 from embodied_envs.file_references import files_named_in_source, files_named_in_xml, imports
 
 MAX_COPIED_BYTES = 64 << 20
-"""Limit of the sum of all copies in a run directory, bytes.
-
-Sources and XML are copied first. The files beyond the limit only have a hash.
-"""
+"""Limit of all copies in a run directory, bytes. Sources and XML are copied first; the files beyond
+it only have a hash."""
 MAX_HASHED_BYTES = 256 << 20
 """A larger file is compared by its size, not by its contents."""
 MAX_FILES = 2000

@@ -29,8 +29,7 @@ Obs: TypeAlias = "Tensor | dict[str, Tensor]"
 """One tensor, or a flat dictionary of tensors, with equal leading dimensions."""
 COARSE = 8192.0
 """Magnitude above which neighbours in float32 are more than 0.001 apart. Observations in float64
-keep their type if they may be larger.
-"""
+keep their type if they may be larger."""
 
 
 # ------------------------------------------------------------------------------------------- spaces

@@ -37,8 +37,7 @@ pytestmark = pytest.mark.skipif(
 Lerobot: TypeAlias = "Callable[[str, Path], Tensor]"
 B, H, N, A, STATE = 3, 6, 8, 4, 5
 """Rows, actions of the model's horizon, its padded dimensions, action dimensions, numbers of a
-state.
-"""
+state."""
 SPEC: ObsSpec = {
     "state": ArraySpec((STATE,)),
     "front": ArraySpec((3, 24, 32), torch.uint8),

@@ -37,8 +37,7 @@ from tests.integration.option_cases import (
 
 FILES = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "options_language"
 """Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the
-tests' cache.
-"""
+tests' cache."""
 ARCHITECTURE: dict[str, Any] = {
     "model_type": "qwen2",
     "vocab_size": 24,

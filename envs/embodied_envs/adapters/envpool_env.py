@@ -36,10 +36,7 @@ _LARGE_MODELS = ("playground", "myosuite", "dmc", "robotics", "metaworld")
 """Families whose environments each copy the robot's meshes: 8 to 170 MB (others: 1 MB)."""
 
 _FIXED_TIME_LIMIT = ("envpool.highway", "envpool.jumanji")
-"""Families that ignore max_episode_steps.
-
-Tasks without a limit (CliffWalking, Blackjack, 2048) ignore it, too.
-"""
+"""Families that ignore max_episode_steps, as tasks without a limit do (CliffWalking, 2048)."""
 
 _SMALL_POOL = 16
 """Number of environments up to which free memory is not checked: they take at most 3 GB."""
@@ -48,10 +45,7 @@ _NO_LIMIT = 2**31 - 1
 """EnvPool's value of max_episode_steps for a task without a time limit."""
 
 _egl_error: str | None = None
-"""Reason that this process cannot render MuJoCo images.
-
-"" if it can render them, None before EnvPool is loaded.
-"""
+"""Why this process cannot render MuJoCo images; "" if it can, None before EnvPool is loaded."""
 
 
 def load() -> Any:

@@ -32,11 +32,8 @@ from embodied_envs.types import ArraySpec, Box, EnvInfo, Step
 
 TIME_LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300}
 TIME_LIMITS |= {"libero_10": 520, "libero_90": 400}
-"""Suite -> control steps (1/20 s) of an episode.
-
-The values are those of OpenVLA (run_libero_eval.py) and openpi (examples/libero/main.py). The
-longest demonstrations have 193, 254, 270, 505 and 373 steps.
-"""
+"""Suite -> control steps (1/20 s) of an episode, as in OpenVLA (run_libero_eval.py) and openpi
+(examples/libero/main.py). The longest demonstrations have 193, 254, 270, 505 and 373 steps."""
 SENTENCE = "pick up the black bowl between the plate and the ramekin and place it on the plate"
 """Stand-in for the sentences of a suite where LIBERO's package is missing."""
 _ASSETS = ("articulated_objects", "scenes", "stable_hope_objects", "stable_scanned_objects")

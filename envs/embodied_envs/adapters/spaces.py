@@ -31,10 +31,7 @@ from embodied_envs.types import (
 
 Leaf = Callable[[Any], Tensor]
 PRIVILEGED = re.compile(r"(^|[_/.])(privileged|priv|critic)([_/.]|$)", re.IGNORECASE)
-"""Matches names of observations that exist only in simulation.
-
-Examples are privileged_state (Playground) and critic (Isaac Lab).
-"""
+"""Names of observations of simulation only: privileged_state (Playground), critic (Isaac Lab)."""
 
 
 def is_privileged(name: str) -> bool:

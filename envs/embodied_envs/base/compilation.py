@@ -23,8 +23,7 @@ def is_compilation_disabled() -> bool:
 VARIANTS = 64
 """Number of variants that torch may compile of a function in this process: for each number of
 dimensions, size that does not vary, gradient and inference mode, and precision of products. Beyond
-it the function runs eagerly; torch's own limit is 8.
-"""
+it the function runs eagerly; torch's own limit is 8."""
 
 
 def compile_function(

@@ -10,8 +10,7 @@ TASK = "task"
 """Name of the observation that is the one-hot index of the task, where there are several."""
 ACTION_MASK = "action_mask"
 """Name of the observation that marks the possible values of all choices, bool [N, K]. The policy
-gives the others probability 0, and its networks do not read it.
-"""
+gives the others probability 0, and its networks do not read it."""
 
 
 def names_observation(key: str, name: str) -> bool:

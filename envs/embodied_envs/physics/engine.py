@@ -24,10 +24,7 @@ class Physics(Protocol):
     device: torch.device
     dtype: torch.dtype
     fields: dict[str, Tensor]
-    """MjData and MjModel fields, [N, ..].
-
-    The engine updates these tensors in place and never replaces them.
-    """
+    """MjData and MjModel fields, [N, ..], updated in place and never replaced by the engine."""
     host_readable: bool
     """Whether the host can read values at no cost; False on a GPU, which would synchronise."""
 

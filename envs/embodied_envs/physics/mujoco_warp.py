@@ -57,10 +57,7 @@ _FROM_VELOCITY = {
     *("ten_velocity", "actuator_velocity", "cvel", "cdof_dot", "qfrc_bias", "qfrc_passive"),
     *("qfrc_spring", "qfrc_damper", "qfrc_gravcomp"),
 }
-"""Derived fields that follow from positions and velocities.
-
-``WarpPhysics._make_current`` computes them and those of _FROM_POSITION.
-"""
+"""Derived fields of positions and velocities; ``WarpPhysics._make_current`` computes them, too."""
 
 _FROM_CONTROL = ("actuator_force", "qfrc_actuator")
 """Derived fields that follow from positions, velocities and controls."""
@@ -69,10 +66,8 @@ _MASS_CONSTANTS = (
     *("body_subtreemass", "body_invweight0", "dof_invweight0"),
     *("tendon_invweight0", "actuator_acc0"),
 )
-"""Constants of the model that follow from masses.
-
-The constants of tracking cameras are not among them: they do not follow cam_pos.
-"""
+"""Constants of the model that follow from masses, without those of tracking cameras: they do not
+follow cam_pos."""
 _CONTACT_OVERFLOW = int(
     OverflowType.BROADPHASE | OverflowType.NARROWPHASE | OverflowType.CCD | OverflowType.HFIELD
 )

@@ -31,10 +31,8 @@ HALF_EDGE = 0.022
 FINGER_OPEN = 0.037
 """Distance of each finger from the middle of the open gripper, the limit in tabletop.xml."""
 LOW, HIGH = (-0.19, -0.24, 0.018), (0.19, 0.24, 0.17)
-"""Bounds of the tool's target; the tool is the point between the fingertips.
-
-x points away from the camera, y to its left, z up.
-"""
+"""Bounds of the tool's target (the tool is the point between the fingertips); x points away from
+the camera, y to its left, z up."""
 STEP, FINGER_STEP = 0.03, 0.014
 """Change of the tool's and of each finger's target position per step for action 1 (m)."""
 MAX_LEAD = 0.06

@@ -55,8 +55,8 @@ class Task(ABC):
     stage: Stage = "velocity"
     """Derived fields that are computed after a control step.
 
-    velocity: positions, velocities and their sensors (for example xpos) follow from qpos and
-    qvel. none: derived fields are those of the state one physics step ago, as Gymnasium reads them;
+    velocity: positions, velocities and their sensors (for example xpos) follow from qpos and qvel.
+    none: derived fields are those of the state one physics step ago, as Gymnasium reads them;
     this is cheaper. forces: as none, with the contact forces (cfrc_ext) of that step."""
     reset_noise: int = 0
     """Random numbers per world for ``reset``; ``bind`` may set it."""
