@@ -190,7 +190,7 @@ def _first_key(item: Mapping[str, Any], known: Sequence[str]) -> str | None:
 def _value(item: Mapping[str, Any], location: str, option: str, key: str | None) -> Any:
     """Return the value of ``key``, which must not be null."""
     if key is None or item.get(key) is None:
-        hint = choose(key or "", list(item), "its keys: ")
+        hint = choose(key or "", [name for name in item if name != key], "its other keys: ")
         problem = f"has no {option} = {key}" if key else f"has no known {option}"
         name = f"name one with {option}=KEY"
         raise ConfigError(f"{location}: {problem} (or it is null); {name}; {hint}")

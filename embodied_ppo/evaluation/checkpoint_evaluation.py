@@ -213,15 +213,18 @@ def _evaluate_language(
     if is_model and not options.data:
         hint = "write data=[FILE.jsonl] or .parquet with prompts and answers"
         raise ConfigError(f"{hint}: {show_path(run.source.path)} is a model without data")
-    policy, tokenizer = language_evaluation.restore(run, device)
+    # Refuse wrong files before a large model is loaded.
+    tokenizer = language_inputs.make_tokenizer(config)
     if options.data:
         prompts = language_inputs.read_files(config, options.data, tokenizer, silent, "data")
     else:
         prompts = language_inputs.read_prompts(config, tokenizer, silent)[1]
+    policy = language_evaluation.restore(run, tokenizer, device)
     stops = language_inputs.stop_ids(config, policy, tokenizer)
     sampling = language_evaluation.evaluation_sampling(options, config, stops)
     selected, length = prompts[: options.episodes], sampling.max_tokens
-    longest = language_inputs.check_length(policy, selected, length)
+    option = "response_length"
+    longest = language_inputs.check_length(policy, selected, length, option)
     m = language_inputs.Inputs(
         config, tokenizer, [], selected, policy, sampling.stop_ids, longest, length
     )

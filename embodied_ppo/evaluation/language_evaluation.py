@@ -13,7 +13,6 @@ from embodied_ppo.evaluation.run_report import ReportFiles, ReportTarget
 from embodied_ppo.options.schema import Config, EvaluateConfig, EvaluationConfig
 from embodied_ppo.policies import language_models
 from embodied_ppo.policies.causal_lm import LanguagePolicy
-from embodied_ppo.rollout import language_inputs
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.language_inputs import Inputs
 from embodied_ppo.rollout.language_rollout import ReasoningRollout
@@ -60,10 +59,9 @@ def measure(m: Inputs, rollout: ReasoningRollout) -> PromptEvaluationResult:
     )
 
 
-def restore(run: TrainedRun, device: torch.device) -> tuple[LanguagePolicy, Any]:
-    """Return the policy of a checkpoint, or of the directory of a model, and its tokenizer."""
-    tokenizer = language_inputs.make_tokenizer(run.config)
+def restore(run: TrainedRun, tokenizer: Any, device: torch.device) -> LanguagePolicy:
+    """Return the policy of a checkpoint, or of the directory of a model."""
     policy = language_models.make_policy(run.config, tokenizer, device)
     if str(run.source.path) != run.config.actor.model.path:  # else ``make_policy`` has read them
         run.load_weights(policy)
-    return policy, tokenizer
+    return policy

@@ -315,7 +315,8 @@ def load(
     transformers = checkpoint_files.import_transformers("mode=reasoning", extra="language")
     model: Any
     option = f"path={path}" if path else "architecture"
-    with checkpoint_files.config_errors(f"{section}.{option}: transformers refuses: "):
+    hint = "; name a complete directory, .bin files with tensors alone" if path else ""
+    with checkpoint_files.config_errors(f"{section}.{option}: transformers refuses: ", hint):
         if path is not None:
             if not Path(path, "config.json").is_file():
                 raise ConfigError(
@@ -328,9 +329,13 @@ def load(
             fields = dict(architecture)
             config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
         if path is not None and weights:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, **checkpoint_files.LOCAL_WEIGHTS
+            model, info = transformers.AutoModelForCausalLM.from_pretrained(
+                path, dtype=dtype, output_loading_info=True, **checkpoint_files.LOCAL_WEIGHTS
             )
+            # Missing weights are random. A critic has a head of its own in the place of lm_head.
+            unread = {"lm_head.weight"} if section == "critic.model" else set[str]()
+            if missing := sorted({*info["missing_keys"]} - unread):
+                raise ValueError(f"its files lack {len(missing)} weights, such as {missing[0]}")
             checkpoint_files.check_finite(model.named_parameters(), f"{section}.path={path}")
         else:
             with nullcontext() if weights else torch.device("meta"):

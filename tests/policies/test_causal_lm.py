@@ -166,6 +166,17 @@ def test_weights_that_are_not_finite_are_refused(tmp_path) -> None:
         causal_lm.load(str(tmp_path), {}, section="actor.model")
 
 
+def test_missing_weights_are_refused(tmp_path) -> None:
+    model = make("qwen3").model
+    for name in ("lm_head.weight", "model.layers.1.mlp.up_proj.weight"):
+        state = {key: x for key, x in model.state_dict().items() if key != name}
+        model.save_pretrained(tmp_path, state_dict=state)
+        if name == "lm_head.weight":  # a critic has another head
+            causal_lm.load(str(tmp_path), {}, section="critic.model")
+        with pytest.raises(ConfigError, match=rf"actor\.model\.path=.*{name}"):
+            causal_lm.load(str(tmp_path), {}, section="actor.model")
+
+
 def ragged(seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return tokens [3, 11] and places [3, 4] of rows with different lengths.
 

@@ -434,9 +434,13 @@ def test_directory_of_a_model_is_measured_and_compared(capsys) -> None:
         ([f"model={models[0]}", "checkpoint=x", *data], "checkpoint"),
         ([f"model={models[0]}", *data, "grader=gsm9k"], "gsm8k"),
         ([f"model={models[0]}", *data], "'own' has no grader"),
+        ([f"model={models[0]}", *options, "response_length=9999"], "lower response_length = 9999"),
     ):
         assert named in refusal(capsys, "evaluate", *change), change
     assert sorted(Path("a").iterdir()) == before, "nothing is written beside the model"
+    Path("a", "model.safetensors").write_bytes(b"")
+    files = "data=[missing.jsonl]"  # is read before the weights
+    assert "missing.jsonl" in refusal(capsys, "evaluate", f"model={models[0]}", *options, files)
 
 
 @pytest.mark.slow

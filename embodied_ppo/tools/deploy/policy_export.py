@@ -15,7 +15,7 @@ from embodied_ppo.policies import causal_lm, language_models, lora, peft_files, 
 from embodied_ppo.policies.checkpoint_files import copy_permissions
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pretrained import PublishedVLA
-from embodied_ppo.rollout import environments
+from embodied_ppo.rollout import environments, language_inputs
 from embodied_ppo.tools.deploy import bundle
 from embodied_ppo.training.progress import Progress
 from embodied_ppo.training.run_directory import export_folder, report_write_errors
@@ -136,7 +136,8 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
 
 def _write_language_model(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
     """Write a language model with its tokenizer and read it back; return ``logit_difference``."""
-    policy, tokenizer = language_evaluation.restore(run, torch.device("cpu"))
+    tokenizer = language_inputs.make_tokenizer(run.config)
+    policy = language_evaluation.restore(run, tokenizer, torch.device("cpu"))
     model, m = policy.model.float(), run.config.actor.model  # sums are float32 in any case
     ids = torch.arange(8).unsqueeze(0) % model.get_input_embeddings().num_embeddings
     trained = {
