@@ -223,8 +223,7 @@ def _evaluate_language(
     stops = language_inputs.stop_ids(config, policy, tokenizer)
     sampling = language_evaluation.evaluation_sampling(options, config, stops)
     selected, length = prompts[: options.episodes], sampling.max_tokens
-    option = "response_length"
-    longest = language_inputs.check_length(policy, selected, length, option)
+    longest = language_inputs.check_length(policy, selected, length)
     m = language_inputs.Inputs(
         config, tokenizer, [], selected, policy, sampling.stop_ids, longest, length
     )

@@ -121,15 +121,8 @@ def check_files(config: Config) -> None:
         )
 
 
-def check_length(
-    policy: LanguagePolicy,
-    prompts: Sequence[Prompt],
-    response_length: int,
-    option: str = "algorithm.response_length",
-) -> int:
+def check_length(policy: LanguagePolicy, prompts: Sequence[Prompt], response_length: int) -> int:
     """Return the tokens of the longest prompt and response together.
-
-    ``option`` sets ``response_length``, for the message.
 
     Raises:
         ConfigError: They exceed the model's number of positions.
@@ -143,8 +136,8 @@ def check_length(
     # The model has no embedding for positions beyond its limit, or was never trained with them.
     if limit is not None and longest + response_length > limit:
         raise ConfigError(
-            f"lower {option} = {response_length}, or take shorter prompts: with the longest prompt"
-            f" of {longest} tokens that is {longest + response_length}, the model's limit is"
+            f"lower response_length = {response_length}, or take shorter prompts: with the longest"
+            f" prompt of {longest} tokens that is {longest + response_length}, the model's limit is"
             f" {limit}"
         )
     return longest + response_length

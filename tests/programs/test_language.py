@@ -404,16 +404,14 @@ def test_directory_of_a_model_is_measured_and_compared(capsys) -> None:
     expected = []
     for folder in models:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        coder = PreTrainedTokenizerFast.from_pretrained(folder)
         right = 0
         for message in content:
-            chat = tokenizer.apply_chat_template(
-                [message], tokenize=False, add_generation_prompt=True
-            )
-            ids = tokenizer(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
+            chat = coder.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+            ids = coder(chat, add_special_tokens=False, return_tensors="pt")["input_ids"]
             new = model.generate(ids, do_sample=False, max_new_tokens=10)[0, ids.shape[1] :]
-            ids = [i for i in new.tolist() if i != tokenizer.eos_token_id]
-            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            ids = [i for i in new.tolist() if i != coder.eos_token_id]
+            text = coder.decode(ids, clean_up_tokenization_spaces=False)
             right += sum(map(ord, text)) % 2
         expected.append(right / len(content))
     a = run_command(capsys, "evaluate", f"model={models[0]}", *options)
@@ -439,8 +437,7 @@ def test_directory_of_a_model_is_measured_and_compared(capsys) -> None:
         assert named in refusal(capsys, "evaluate", *change), change
     assert sorted(Path("a").iterdir()) == before, "nothing is written beside the model"
     Path("a", "model.safetensors").write_bytes(b"")
-    files = "data=[missing.jsonl]"  # is read before the weights
-    assert "missing.jsonl" in refusal(capsys, "evaluate", f"model={models[0]}", *options, files)
+    assert "none.jsonl" in refusal(capsys, "evaluate", "model=a", *options, "data=[none.jsonl]")
 
 
 @pytest.mark.slow

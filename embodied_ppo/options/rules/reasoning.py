@@ -76,8 +76,9 @@ def _check_reward_terms(config: Config) -> None:
     for name, term in terms.items():
         path = f"reward.terms.{name}"
         refuse(
-            not re.fullmatch(r"[\w.-]+", name),
-            f"{path}: the name is part of a metric's name; use letters, digits, _, - and .",
+            not re.fullmatch(r"(?!(score|(missing_eos|overlong)_penalty)$)[\w.-]+", name),
+            f"{path}: the name is part of a metric's name; use letters, digits, _, - and ., and not"
+            " score, missing_eos_penalty or overlong_penalty, which are other metrics",
         )
         refuse(
             (term.grader is None) == (term.model is None),

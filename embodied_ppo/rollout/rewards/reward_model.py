@@ -62,21 +62,14 @@ def load(
         )
         tokenizer = tokenizer_class(path).from_pretrained(path, **LOCAL)
     vocabulary = model.get_input_embeddings().num_embeddings
+    needed = max(tokenizer.get_vocab().values()) + 1
+    missing, head = ", ".join(sorted(info["missing_keys"])), getattr(model, "score", None)
     problems = (
-        (
-            info["missing_keys"],
-            f"{model.config.architectures} has no {', '.join(sorted(info['missing_keys']))}",
-        ),
+        (missing, f"{model.config.architectures} has no {missing}"),
         (model.config.num_labels != 1, f"it has {model.config.num_labels} labels"),
-        (
-            not isinstance(getattr(model, "score", None), nn.Linear),
-            f"{type(model).__name__} has no linear head named score",
-        ),
+        (not isinstance(head, nn.Linear), f"{type(model).__name__} has no head named score"),
         (tokenizer.eos_token_id is None, "its tokenizer has no eos_token"),
-        (
-            max(tokenizer.get_vocab().values()) >= vocabulary,
-            f"its tokenizer has {len(tokenizer)} tokens, the model {vocabulary}",
-        ),
+        (needed > vocabulary, f"its tokenizer has {needed} tokens, the model {vocabulary}"),
     )
     for is_wrong, problem in problems:
         if is_wrong:
