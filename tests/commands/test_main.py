@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +231,20 @@ def test_source_of_defaults(capsys) -> None:
         "type": "a finite number",
         "limit": ">= 0 and <= 1",
     }
+
+
+def test_unused_objects_in_reference_cycles_are_freed_soon() -> None:
+    """A closed simulator in a cycle keeps megabytes, and every evaluation may leave one."""
+
+    class Cycle: ...
+
+    main.main(["--version"])
+    cycle: Any = Cycle()
+    cycle.itself = cycle
+    closed = weakref.ref(cycle)
+    del cycle
+    allocated = [[] for _ in range(1_000)]
+    assert closed() is None and allocated
 
 
 def test_quickstart_is_the_default_experiment(capsys) -> None:
