@@ -93,8 +93,7 @@ class _Worker:
         """Send the samples of the batch."""
         with suppress(OSError):  # the process has ended, which ``receive`` reports
             self.pipe.send([samples[i] for i in self.batch])
-        grace_s = GRACE_S if self.is_async else 0.0
-        self.deadline = time.monotonic() + self.limits.timeout_s + grace_s
+        self.deadline = time.monotonic() + self.limits.timeout_s + GRACE_S * self.is_async
 
     def receive(self, samples: Sequence[Any]) -> list[Result]:
         """Return the results of the batch, none if they are not complete yet.
@@ -191,8 +190,7 @@ class GraderPool:
                 worker.receive(())
         except _WorkerError as error:
             self.close()
-            label = f"{option} = "
-            label = "" if str(error).startswith(label) else f"{label}{spec}: "
+            label = "" if str(error).startswith(f"{option} = ") else f"{option} = {spec}: "
             raise ConfigError(f"{label}{error}") from error
 
     def grade(self, samples: Sequence[Sample], prompts: Sequence[Prompt] = ()) -> list[Grade]:
@@ -245,7 +243,7 @@ class GraderPool:
         rows = range(len(samples))
         batches = deque(rows[i : i + size] for i in rows[::size])
         results: list[Result] = [(FAILED, "the worker was closed")] * len(samples)
-        missing = len(samples)
+        missing, repeated = len(samples), set[range]()
         try:
             while missing and not self._is_closed:
                 for worker in self._workers:
@@ -260,6 +258,11 @@ class GraderPool:
                         graded = worker.receive(samples)
                     except _WorkerError as error:
                         graded = [(FAILED, str(error))] * len(batch)
+                        # The kernel or a user sends SIGKILL. A new process grades the batch, once.
+                        if "SIGKILL" in str(error) and batch not in repeated:
+                            repeated.add(batch)
+                            worker.begin(batch, samples)
+                            graded = []
                     if graded:
                         results[batch.start : batch.stop] = graded
                         missing -= len(graded)

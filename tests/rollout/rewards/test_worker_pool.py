@@ -33,6 +33,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
         ctypes.string_at(0)
     if solution_str == "hang":
         time.sleep(1000)
+    if solution_str == "killed":  # by the kernel, say, until it was graded ``attempts`` times
+        with open(extra_info["file"], "a") as file:
+            file.write("x")
+            if file.tell() <= extra_info["attempts"]:
+                file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+        return 7
     if solution_str == "child":  # the child must end with the worker
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         open(extra_info["file"], "w").write(str(child.pid))
@@ -154,6 +161,14 @@ def test_workers_ignore_interrupts_and_survive_idle_deaths(pool: GraderPool) -> 
         worker.process.join()
     assert [g.score for g in pool.grade([sample("1"), sample("2"), sample("3")])] == [1, 2, 3]
     assert pool.failures == 0
+
+
+def test_sample_of_a_killed_worker_is_graded_once_more(pool: GraderPool, tmp_path) -> None:
+    killed = [sample("killed", file=str(tmp_path / str(n)), attempts=n) for n in (1, 9)]
+    first, second, third = pool.grade([*killed, sample("3")])
+    assert (first.score, third.score) == (7, 3) and not first.failed
+    assert second.failed and pool.failures == 1
+    assert (tmp_path / "9").read_text() == "xx"
 
 
 def test_results_of_an_interrupted_batch_do_not_reach_the_next(pool: GraderPool) -> None:
