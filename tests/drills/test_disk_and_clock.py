@@ -1,13 +1,12 @@
-"""Runs with a full or read-only disk, a second process, or a clock that jumps lose nothing.
+"""Runs with a read-only disk, a second process, or a clock that jumps lose nothing.
 
-Kills and damaged checkpoints are in integration/test_resume.py, lost processes in
-drills/test_placement_failures.py.
+Kills and damaged checkpoints are in integration/test_resume.py, full disks in
+drills/test_long_runs.py, lost processes in drills/test_placement_failures.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -22,46 +21,16 @@ from embodied_ppo.programs import runs
 from embodied_ppo.training import checkpoint
 from tests.integration.test_resume import (
     OVERRIDES,
-    assert_same,
-    contents,
     rows,
     start,
     tiny,
     wait_for,
 )
 
-INSIDE = """
-mount -t tmpfs -o size={size} tmpfs "$1" && cd "$1" && shift
-"$@"; code=$?
-test -d run && cp -r run "$OUT"
-exit $code
-"""
-
-
-CONSTANT = "algorithm.lr_schedule=constant"
-"""With this option the number of updates does not change the updates before the last."""
-
 
 def command(*options: str) -> list[str]:
     """Return a train command."""
     return [sys.executable, "-m", "embodied_ppo.commands.main", "train", *options]
-
-
-def train_on_small_disk(
-    tmp_path: Path, size: str, *options: str
-) -> subprocess.CompletedProcess[str]:
-    """Train on a separate file system; the run directory is copied to ``tmp_path/out``."""
-    (tmp_path / "disk").mkdir()
-    shell = [*UNSHARE, "sh", "-c", INSIDE.format(size=size), "sh"]
-    environment = os.environ | {"OUT": str(tmp_path / "out")}
-    train = command(*OVERRIDES, CONSTANT, "run_dir=run", *options)
-    return subprocess.run(
-        [*shell, str(tmp_path / "disk"), *train],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-    )
 
 
 UNSHARE = ("unshare", "--user", "--map-root-user", "--mount")
@@ -70,34 +39,6 @@ needs_namespaces = pytest.mark.skipif(
     namespaces.returncode != 0,
     reason="a separate file system needs user namespaces (unshare --user --mount)",
 )
-
-
-@pytest.mark.slow
-@needs_namespaces
-def test_full_disk_ends_the_run_and_its_checkpoints_resume(tmp_path) -> None:
-    done = train_on_small_disk(
-        tmp_path, "600k", "save_every=1", "keep_last=1000", "updates=400", "eval_every=0"
-    )
-    assert done.returncode == 3, done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert re.search(r"error: free space.*cannot be written \(No space left on device\)", last), (
-        done.stderr
-    )
-    assert "Traceback" not in done.stderr
-    steps = sorted((tmp_path / "out" / "checkpoints").glob("step_*"))
-    assert len(steps) > 1
-    for step in steps:
-        checkpoint.open_checkpoint(step)  # raises if a file is incomplete
-    update = int(steps[-1].name.removeprefix("step_"))
-    options = [*OVERRIDES, CONSTANT, f"updates={update + 1}", "eval_every=0"]
-    for option in (f"resume={tmp_path / 'out'}", f"run_dir={tmp_path / 'undisturbed'}"):
-        assert main.main(["train", *options, option]) == 0
-    for a, b in zip(
-        contents(tmp_path / "out", update + 1),
-        contents(tmp_path / "undisturbed", update + 1),
-        strict=True,
-    ):
-        assert_same(a, b)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.placement import Hardware, plan
 from embodied_ppo.programs import runs
 from embodied_ppo.training import checkpoint
+from tests.integration.test_resume import rows
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.usefixtures("eight_slots")
@@ -30,16 +31,6 @@ pytestmark = pytest.mark.usefixtures("eight_slots")
 SMALL = run_helpers.options("""env.id=CartPole-v1 env.num_envs=8 algorithm.horizon=16
     algorithm.global_batch_size=32 algorithm.update_epoch=2 evaluation.episodes=4
     evaluation.video_episodes=0 updates=4 save_every=2 compile=never threads=1""")
-MEASURED = ("time/", "speed/", "memory/", "weights/", "device/")
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run that do not depend on the machine."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [
-        {tag: x for tag, x in json.loads(line).items() if not tag.startswith(MEASURED)}
-        for line in lines
-    ]
 
 
 def weights(run_dir: Path, update: int = 4) -> dict[str, torch.Tensor]:

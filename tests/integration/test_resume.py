@@ -80,9 +80,9 @@ def assert_same(a: object, b: object, path: str = "") -> None:
 
 
 def rows(run_dir: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl without time, speed and memory."""
+    """Return the metrics of a run that do not depend on the machine."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    measured = ("time/", "speed/", "memory/")
+    measured = ("time/", "speed/", "memory/", "weights/", "device/")
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith(measured)} for line in lines
     ]

@@ -154,16 +154,14 @@ def test_children_of_a_grader_end_with_it(pool: GraderPool, tmp_path) -> None:
     assert run_helpers.processes_ended(child)
 
 
-def test_workers_ignore_interrupts_and_survive_idle_deaths(pool: GraderPool) -> None:
+def test_workers_ignore_interrupts_and_survive_kills(pool: GraderPool, tmp_path) -> None:
     assert pool.grade([sample("interrupt")])[0].score == 1 and pool.failures == 0
     for worker in pool._workers:
         worker.process.kill()
         worker.process.join()
     assert [g.score for g in pool.grade([sample("1"), sample("2"), sample("3")])] == [1, 2, 3]
     assert pool.failures == 0
-
-
-def test_sample_of_a_killed_worker_is_graded_once_more(pool: GraderPool, tmp_path) -> None:
+    # A worker that is killed with a sample: another one grades it, once.
     killed = [sample("killed", file=str(tmp_path / str(n)), attempts=n) for n in (1, 9)]
     first, second, third = pool.grade([*killed, sample("3")])
     assert (first.score, third.score) == (7, 3) and not first.failed
