@@ -59,17 +59,18 @@ class RewardTerms:
         # this thread, whose number of threads of torch is set.
         if len(self.terms) == 1:
             return [self.terms[0].graders.grade(samples, prompts)]
-        with ThreadPoolExecutor(len(self.terms)) as threads:
-            futures = [
-                threads.submit(term.graders.grade, samples, prompts)
-                if isinstance(term.graders, GraderPool)
-                else None
-                for term in self.terms
-            ]
-            return [
-                term.graders.grade(samples, prompts) if future is None else future.result()
-                for term, future in zip(self.terms, futures, strict=True)
-            ]
+        # No ``with``: an interrupt does not wait for a grader, whose processes ``close`` ends.
+        threads = ThreadPoolExecutor(len(self.terms))
+        futures = [
+            threads.submit(term.graders.grade, samples, prompts)
+            if isinstance(term.graders, GraderPool)
+            else None
+            for term in self.terms
+        ]
+        return [
+            term.graders.grade(samples, prompts) if future is None else future.result()
+            for term, future in zip(self.terms, futures, strict=True)
+        ]
 
     def _add(self, grades: Sequence[Grade]) -> Grade:
         """Return the grade of one response from those of the terms."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -108,18 +109,17 @@ def test_async_calls_are_repeated_until_the_deadline(pool: Any, workers: int) ->
     assert "took longer than timeout_s = 0.3" in str(made.last_failure)
     made = pool("never", workers, timeout_s=0.2)
     assert all(g.failed for g in made.grade(*batch(*"abcd"))) and made.failures == 4
+    terms = [RewardTerm(x, pool(x, workers=1, timeout_s=300)) for x in ("never", "short")]
+    threading.Timer(1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt):  # which does not wait for a judge
+        RewardTerms(terms).grade(*batch("a"))
 
 
 # -------------------------------------------------------------------------------------------- terms
 def test_terms_are_added_and_failures_mask(pool: Any) -> None:
     correct, length, other = pool("exact"), pool("fails", 1), pool("columns")
-    reward = RewardTerms(
-        [
-            RewardTerm("correct", correct),
-            RewardTerm("length", length, -0.5),
-            RewardTerm("seen", other, 0.0),
-        ]
-    )
+    terms = ("correct", correct, 1.0), ("length", length, -0.5), ("seen", other, 0.0)
+    reward = RewardTerms([RewardTerm(*term) for term in terms])
     right, wrong, failed, partial = reward.grade(*batch("ab", "cdef", "bad", "none"))
     numbers = {"correct": 1.0, "length": -0.5 * 2, "length/size": 1.0, "seen": 3 + 2 + 1}
     assert right == Grade(1 - 0.5 * 2, "ab", correct=True, extra=numbers)
