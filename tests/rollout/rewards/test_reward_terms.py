@@ -110,9 +110,14 @@ def test_async_calls_are_repeated_until_the_deadline(pool: Any, workers: int) ->
     made = pool("never", workers, timeout_s=0.2)
     assert all(g.failed for g in made.grade(*batch(*"abcd"))) and made.failures == 4
     terms = [RewardTerm(x, pool(x, workers=1, timeout_s=300)) for x in ("never", "short")]
+    # A process that a shell started in the background ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Timer(1, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-    with pytest.raises(KeyboardInterrupt):  # which does not wait for a judge
-        RewardTerms(terms).grade(*batch("a"))
+    try:
+        with pytest.raises(KeyboardInterrupt):  # which does not wait for a judge
+            RewardTerms(terms).grade(*batch("a"))
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # -------------------------------------------------------------------------------------------- terms
