@@ -39,8 +39,11 @@ SMALL = [
 
 
 @pytest.fixture(autouse=True)
-def own_cache(empty_folder: None, tmp_path, monkeypatch) -> None:
+def empty_folder(tmp_path, monkeypatch) -> None:
+    """Run every test in an empty folder with its own cache."""
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
 
 
 def run(

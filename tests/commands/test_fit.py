@@ -51,7 +51,9 @@ LANGUAGE = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("empty_folder")
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
 
 
 def run(*arguments: str) -> None:
@@ -290,9 +292,9 @@ def test_written_recipe_is_complete(capsys) -> None:
         ),
     ],
 )
-def test_invalid_input_is_refused(arguments: list[str], message: str, capsys) -> None:
+def test_invalid_input_is_refused(arguments: list[str], message: str, tmp_path, capsys) -> None:
     assert main.main(["fit", *arguments]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     for part in message.split(" .. "):
         assert part in err
-    assert list(Path().iterdir()) == []
+    assert list(tmp_path.iterdir()) == []

@@ -61,7 +61,11 @@ def few_problems() -> Iterator[None]:
         yield
 
 
-pytestmark = pytest.mark.usefixtures("empty_folder")
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch) -> None:
+    folder = tmp_path / "cwd"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
 
 
 def train(capsys: Capture, *options: object) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import mujoco
 import pytest
 import torch
 from torch import Tensor
-from toy_envs import make_world
 from toy_robots import QUADRUPED
 
 import embodied_envs
@@ -54,8 +53,12 @@ def use(mjcf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(task: str = "Walk", n: int = 2, **options: Any) -> MujocoEnv:
-    own = ":" not in task and not task.startswith("Go1")
-    return make_world(f"{__name__}:{task}" if own else task, n, **options)
+    id = task if ":" in task or task.startswith("Go1") else f"{__name__}:{task}"
+    env = embodied_envs.make(
+        id, **{"num_envs": n, "seeds": list(range(n)), "num_threads": 1, **options}
+    )
+    assert isinstance(env, MujocoEnv)
+    return env
 
 
 def rewards(env: MujocoEnv, steps: int = 5) -> tuple[Tensor, dict[str, Tensor]]:

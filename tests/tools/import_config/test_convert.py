@@ -34,7 +34,11 @@ FILL = {"env.id": "HalfCheetah-v4", "updates": "5", "actor.model.path": "model"}
 FILL |= {"data.train": "[a.jsonl]", "data.eval": "[b.jsonl]"}
 
 
-pytestmark = pytest.mark.usefixtures("empty_folder")
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch) -> Path:
+    """Every test runs in an empty folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def convert(peer: str, flat: dict[str, Any] | str) -> migrate.Migration:
