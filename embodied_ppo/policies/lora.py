@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from embodied_envs.base.errors import CheckpointError
+from embodied_envs.base.errors import CheckpointError, ConfigError
 from embodied_ppo.policies import peft_files
 
 BASE = "base_sha256"
@@ -182,12 +182,16 @@ def adapt(module: nn.Module, *, rank: int, alpha: float) -> None:
         module: Module to adapt.
         rank: Rank of the adapters.
         alpha: Scale: adapters are multiplied by alpha / rank.
+
+    Raises:
+        ConfigError: The rank exceeds that of every weight matrix.
     """
-    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    layers = {name: x for name, x in module.named_modules() if isinstance(x, nn.Linear)}
+    largest = max((min(x.weight.shape) for x in layers.values()), default=rank)
+    if rank > largest:
+        raise ConfigError(f"write at most lora_rank={largest}, the largest of this model: {rank}")
     module.requires_grad_(False)
-    for name in names:
-        layer = module.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
+    for name, layer in layers.items():
         module.set_submodule(name, LoRALinear(layer, rank=rank, alpha=alpha))
 
 

@@ -480,7 +480,7 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
         elif x.shape != own.shape:
             problem = (
                 f"tensor {name!r} is {tuple(x.shape)}, this model needs {tuple(own.shape)}; use the"
-                " model and env it was trained with"
+                " model, lora_rank and env it was trained with"
             )
         # Values that are not finite are valid only where the new model has them, too.
         elif not is_finite(x) and is_finite(own):

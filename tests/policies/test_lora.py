@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from embodied_envs.base.errors import ConfigError
 from embodied_ppo.policies import lora
 from embodied_ppo.policies.lora import LoRALinear, project
 
@@ -98,6 +99,8 @@ def test_new_adapters_change_nothing_and_keep_their_keys() -> None:
     ]
     assert "0.base_layer.weight" in module.state_dict()
     assert "0.base_layer.bias" in module.state_dict()
+    with pytest.raises(ConfigError, match="4, the largest of this model: 5"):
+        lora.adapt(nn.Linear(WIDTH, 4), rank=5, alpha=1.0)
 
 
 def test_merging_keeps_the_function() -> None:
