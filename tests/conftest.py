@@ -87,6 +87,13 @@ def few_problems() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch) -> None:
+    """Run the test in an empty folder, of which ``tmp_path`` is the parent."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+
+
 @pytest.fixture(scope="module")
 def eight_slots() -> Iterator[None]:
     """Ray with eight slots for processes, of this file's own; runs join it."""

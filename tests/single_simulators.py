@@ -66,10 +66,8 @@ class OnceVector(Once, gymnasium.vector.VectorEnv):
 class Robot(Once, gymnasium.Env):
     """One point on a line."""
 
-    observation_space, action_space = (
-        spaces.Box(-9, 9, (1,), np.float32),
-        spaces.Box(-1, 1, (1,), np.float32),
-    )
+    observation_space = spaces.Box(-9, 9, (1,), np.float32)
+    action_space = spaces.Box(-1, 1, (1,), np.float32)
 
     def __init__(self) -> None:
         self.claim()

@@ -11,9 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+import embodied_envs
+from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks import State, Task
 from embodied_envs.types import ActionSpec, ArraySpec, Box, Obs, ObsSpec, Step, VectorEnv
 from embodied_ppo.core.types import Decision, Evaluation
+
+
+def make_world(id: str, n: int = 2, **options: Any) -> MujocoEnv:
+    """Return ``n`` worlds of a task of our own, with the seeds 0 to ``n`` - 1."""
+    options = {"seeds": list(range(n)), "num_threads": 1} | options
+    env = embodied_envs.make(id, num_envs=n, **options)
+    assert isinstance(env, MujocoEnv)
+    return env
 
 
 # ----------------------------------------------------------------------------- scripted environment

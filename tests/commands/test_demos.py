@@ -39,11 +39,8 @@ SMALL = [
 
 
 @pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch) -> None:
-    """Run every test in an empty folder with its own cache."""
+def own_cache(empty_folder: None, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "cwd").mkdir()
-    monkeypatch.chdir(tmp_path / "cwd")
 
 
 def run(

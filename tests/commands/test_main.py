@@ -43,13 +43,7 @@ GSM8K = ["actor.model.path", "data.eval", "data.train"]
 """Options of experiment=gsm8k_qwen2_5_0_5b that the user must set."""
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch) -> Path:
-    """Run every test in its own empty folder."""
-    folder = tmp_path / "cwd"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.fixture

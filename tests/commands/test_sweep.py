@@ -26,14 +26,7 @@ from tests.commands.test_main import TINY as ONE_UPDATE
 
 TINY = [*ONE_UPDATE, "updates=2", "save_every=1", "evaluation.episodes=2", "evaluation.num_envs=2"]
 TINY.append("evaluation.video_episodes=0")
-
-
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch) -> None:
-    """Run every test in its own empty folder."""
-    folder = tmp_path / "cwd"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 @pytest.mark.slow

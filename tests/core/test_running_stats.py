@@ -121,11 +121,10 @@ def test_normalize_is_identity_before_first_merge(eps):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.uint8])
-@pytest.mark.parametrize("shape", [(3,)])
-def test_normalize_returns_float32_for_any_dtype(dtype, shape):
-    m = RunningMoments(shape)
-    m.update(torch.tensor([1.0, 2.0, 6.0]).reshape(3, *(1,) * len(shape)).expand(3, *shape))
-    x = torch.tensor([1.0, 2.0, 6.0]).reshape(3, *(1,) * len(shape)).expand(3, *shape)
+def test_normalize_returns_float32_for_any_dtype(dtype):
+    m = RunningMoments((3,))
+    x = torch.tensor([1.0, 2.0, 6.0]).reshape(3, 1).expand(3, 3)
+    m.update(x)
     y = m.normalize(x.to(dtype))
     assert y.dtype is torch.float32
     torch.testing.assert_close(y, m.normalize(x))

@@ -65,21 +65,16 @@ def cartpole() -> Linear:
     return Linear(LEAN, discrete=True)
 
 
-def make_cartpole(seeds: list[int]) -> Any:
-    return embodied_envs.make("CartPole-v1", num_envs=len(seeds), seeds=seeds, num_threads=1)
+def make_cartpole(seeds: list[int], id: str = "CartPole-v1", **options: Any) -> Any:
+    return embodied_envs.make(id, num_envs=len(seeds), seeds=seeds, num_threads=1, **options)
 
 
-def make_pendulum(seeds: list[int], **kwargs: Any) -> Any:
-    return embodied_envs.make(
-        "InvertedPendulum-v4", num_envs=len(seeds), seeds=seeds, num_threads=1, **kwargs
-    )
+def make_pendulum(seeds: list[int], **options: Any) -> Any:
+    return make_cartpole(seeds, "InvertedPendulum-v4", **options)
 
 
 def make_cheetah(seeds: list[int]) -> Any:
-    n = len(seeds)
-    return embodied_envs.make(
-        "HalfCheetah-v4", num_envs=n, seeds=seeds, num_threads=1, max_episode_steps=60
-    )
+    return make_cartpole(seeds, "HalfCheetah-v4", max_episode_steps=60)
 
 
 def measure(policy: Linear, make: Any = make_cartpole, **options: Any) -> ev.EvaluationResult:

@@ -21,7 +21,7 @@ from embodied_ppo.evaluation.episodes import EVAL_SEED_BASE, Episode, Evaluation
 from embodied_ppo.evaluation.prompt_evaluation import Answer, PromptEvaluationResult
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.rewards.graders import Grade
-from tests.evaluation.test_video import Lean, make_cartpole
+from tests.evaluation.test_episodes import cartpole, make_cartpole
 
 PROVENANCE: dict[str, Any] = {
     "checkpoint": "runs/demo/checkpoints/step_000020",
@@ -102,7 +102,7 @@ def test_json_against_hand_computed_numbers(tmp_path) -> None:
 def test_equal_evaluations_give_equal_bytes(tmp_path) -> None:
     paths = []
     for name in ("a", "b"):
-        measured = evaluation.evaluate(Lean(), make_cartpole, episodes=6, num_envs=4, seed=0)
+        measured = evaluation.evaluate(cartpole(), make_cartpole, episodes=6, num_envs=4, seed=0)
         rows = curve(3 if name == "a" else 30)
         paths.append(report.write(tmp_path / name, [measured], **PROVENANCE, curves=rows))
         time.sleep(0.01)
@@ -152,7 +152,7 @@ def page(tmp_path_factory) -> Path:
     """Return a page with success, curves and a video."""
     folder = tmp_path_factory.mktemp("page")
     make_env = partial(make_cartpole, render=True)
-    mp4 = video.record_video(Lean(), make_env, path=folder / "video.mp4", seed=0, steps=20)
+    mp4 = video.record_video(cartpole(), make_env, path=folder / "video.mp4", seed=0, steps=20)
     assert mp4.path, mp4.reason
     returns, success = [float(50 + 7 * (i % 9)) for i in range(40)], [i % 4 > 0 for i in range(40)]
     whole = result("CartPole-v1", returns, success)

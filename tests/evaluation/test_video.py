@@ -16,55 +16,25 @@ import imageio_ffmpeg
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import embodied_envs
+from embodied_envs.base import tree
 from embodied_ppo.core.types import Decision
 from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import video
+from tests.evaluation.test_episodes import Linear, cartpole, make_pendulum
 
 
-class Lean(nn.Module):
-    """Policy of CartPole that pushes towards the side to which the pole leans."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def encode(self, obs: Any) -> Any:
-        return obs
-
-    def act(self, inputs: Any, *, noise: Any = None) -> Decision:
-        rows = len(inputs)
-        action = (inputs[:, 2] * self.scale > 0).long()
-        return Decision(action, torch.zeros(rows), torch.zeros(rows))
-
-    def noise(self, rows: int, generator: Any = None) -> Any: ...
-    def evaluate(self, inputs: Any, action: Any, replay: Any) -> Any: ...
-    def value(self, inputs: Any) -> Any: ...
-    def parameter_groups(self) -> Any: ...
-    def units(self) -> Any: ...
-    def observe(self, obs: Any, mask: Any) -> None: ...
-
-
-class Idle(Lean):
+class Constant(Linear):
     """Policy with a constant action."""
 
+    def __init__(self, *action: float) -> None:
+        super().__init__(torch.zeros(1, 1), discrete=False)
+        self.action = torch.tensor(action)
+
     def act(self, inputs: Any, *, noise: Any = None) -> Decision:
-        rows = len(inputs)
-        return Decision(torch.full((rows, 1), 0.3), torch.zeros(rows), torch.zeros(rows))
-
-
-def make_cartpole(seeds: list[int], **options: Any) -> Any:
-    return embodied_envs.make(
-        "CartPole-v1", num_envs=len(seeds), seeds=seeds, num_threads=1, **options
-    )
-
-
-def make_pendulum(seeds: list[int], **options: Any) -> Any:
-    return embodied_envs.make(
-        "InvertedPendulum-v4", num_envs=len(seeds), seeds=seeds, num_threads=1, **options
-    )
+        rows = len(next(tree.leaves(inputs)))
+        return Decision(self.action.expand(rows, -1), torch.zeros(rows), torch.zeros(rows))
 
 
 def with_step_s(seeds: list[int], make: Any, step_s: float | None) -> Any:
@@ -99,11 +69,11 @@ def decode(path: Path) -> tuple[dict[str, Any], np.ndarray]:
 
 @pytest.mark.slow
 def test_video_shows_the_evaluated_episodes(tmp_path) -> None:
-    measured = evaluation.evaluate(Idle(), make_pendulum, episodes=2, num_envs=2, seed=4)
+    measured = evaluation.evaluate(Constant(0.3), make_pendulum, episodes=2, num_envs=2, seed=4)
     make_rendering = partial(make_pendulum, render=True, render_size=(64, 65))
     make = partial(with_step_s, make=make_rendering, step_s=0.04)
     recorded = video.record_video(
-        Idle(), make, path=tmp_path / "a" / "video.mp4", seed=4, steps=100
+        Constant(0.3), make, path=tmp_path / "a" / "video.mp4", seed=4, steps=100
     )
     assert recorded.path == tmp_path / "a" / "video.mp4", recorded.reason
     facts, frames = decode(recorded.path)
@@ -119,14 +89,6 @@ def test_video_shows_the_evaluated_episodes(tmp_path) -> None:
     )
 
 
-class Still(Lean):
-    """Policy of Tabletop that does not move."""
-
-    def act(self, inputs: Any, *, noise: Any = None) -> Decision:
-        rows = len(inputs["instruction"])
-        return Decision(torch.zeros(rows, 4), torch.zeros(rows), torch.zeros(rows))
-
-
 def make_tabletop(seeds: list[int], **options: Any) -> Any:
     options = {"kwargs": {"obs": "language"}, "max_episode_steps": 4, **options}
     return embodied_envs.make("Tabletop", num_envs=len(seeds), seeds=seeds, **options)
@@ -134,12 +96,13 @@ def make_tabletop(seeds: list[int], **options: Any) -> Any:
 
 @pytest.mark.slow
 def test_video_of_a_language_task_shows_sentence_and_outcome(tmp_path) -> None:
-    measured = evaluation.evaluate(Still(), make_tabletop, episodes=3, num_envs=3, seed=0)
+    still = Constant(0.0, 0.0, 0.0, 0.0)
+    measured = evaluation.evaluate(still, make_tabletop, episodes=3, num_envs=3, seed=0)
     sentences = [e.sentence for e in measured.episodes]
     assert len(set(sentences)) == 3 and all(x and " " in x for x in sentences)
     make = partial(make_tabletop, render=True, render_size=(120, 160))
     recorded = video.record_video(
-        Still(), make, path=tmp_path / "video.mp4", seed=0, episodes=1, steps=50
+        still, make, path=tmp_path / "video.mp4", seed=0, episodes=1, steps=50
     )
     assert recorded.path is not None, recorded.reason
     _, frames = decode(recorded.path)
@@ -184,7 +147,7 @@ def test_failure_is_a_warning_with_its_reason(tmp_path, caplog, failure: str, re
     deadline_s = 1 if failure == "slow" else 60
     with caplog.at_level(logging.WARNING):
         recorded = video.record_video(
-            Lean(), make, path=tmp_path / "f.mp4", seed=0, deadline_s=deadline_s
+            cartpole(), make, path=tmp_path / "f.mp4", seed=0, deadline_s=deadline_s
         )
     assert recorded.path is None and re.fullmatch(reason, recorded.reason)
     assert [r.getMessage() for r in caplog.records] == [f"no video: {recorded.reason}"]

@@ -19,19 +19,9 @@ from embodied_ppo.programs import runs
 from embodied_ppo.training import trackers
 from embodied_ppo.training.logging import Log
 
-TRAIN: dict[str, Any] = {
-    "env.id": "toy_envs:Balance",
-    "env.num_envs": 2,
-    "env.max_episode_steps": 6,
-    "algorithm.horizon": 4,
-    "algorithm.global_batch_size": 8,
-    "algorithm.update_epoch": 1,
-    "evaluation.episodes": 2,
-    "compile": "never",
-    "device": "cpu",
-    "updates": 3,
-    "name": "balance",
-}
+TRAIN = run_helpers.options("""env.id=toy_envs:Balance env.num_envs=2 env.max_episode_steps=6
+    algorithm.horizon=4 algorithm.global_batch_size=8 algorithm.update_epoch=1
+    evaluation.episodes=2 compile=never device=cpu updates=3 name=balance""")
 BOTH = {"trackers": ["wandb", "mlflow"]}
 Points = dict[str, list[tuple[int, float]]]
 
@@ -74,10 +64,8 @@ def records(folder: Path) -> Iterator[Any]:
     data, position, record = file.read_bytes(), 7, b""
     while position + 7 <= len(data):
         left = 32768 - position % 32768
-        length, kind = (
-            int.from_bytes(data[position + 4 : position + 6], "little"),
-            data[position + 6],
-        )
+        length = int.from_bytes(data[position + 4 : position + 6], "little")
+        kind = data[position + 6]
         if left < 7 or kind == 0:  # the end of a block is empty
             position += left
             continue

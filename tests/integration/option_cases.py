@@ -59,13 +59,8 @@ SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
     "algorithm.off_policy_cap": (0.5, {"algorithm.off_policy_correction": "token"}),
     "algorithm.critic_warmup_variance": (
         1e-6,
-        {
-            "updates": 5,
-            "algorithm.critic_warmup": 5,
-            "algorithm.gae_lambda_value": 1.0,
-            "algorithm.update_epoch": 20,
-            "algorithm.value_clip": None,
-        },
+        run_helpers.options("""updates=5 algorithm.critic_warmup=5 algorithm.gae_lambda_value=1.0
+            algorithm.update_epoch=20 algorithm.value_clip=null"""),
     ),
     "algorithm.lr_end": (0.5, {"algorithm.lr_schedule": "cosine"}),
     "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),

@@ -25,12 +25,8 @@ from tests.integration.option_cases import (
 )
 
 POINT = {"env.id": "toy_envs:toy_envs/Point-v0", "env.num_threads": 0}
-PICTURES = {
-    "env.id": "Pong-v5",
-    "env.num_envs": 2,
-    "algorithm.horizon": 4,
-    "algorithm.global_batch_size": 8,
-}
+FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8}
+PICTURES = {"env.id": "Pong-v5", **FEW}
 FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
 """A task that ends within a rollout."""
 BALANCE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
@@ -40,44 +36,32 @@ DRIFTER = {"env.id": "toy_envs:Drifter", "env.num_threads": 1, "env.kwargs": {"d
 WALKING = {"env.id": "Go1Joystick", "env.num_threads": 1}
 """A robot with a left and a right side."""
 CAMERA = {**BALANCE, "env.cameras": ["eye"], "env.image_size": 40}
-TOKENS = {
-    **CAMERA,
-    "env.action_chunk": 2,
-    "model.policy": "token",
-    "model.width": 16,
-    "model.bins": 8,
-}
+TOKENS = CAMERA | run_helpers.options(
+    "env.action_chunk=2 model.policy=token model.width=16 model.bins=8"
+)
 GAUSSIAN = {**{k: x for k, x in TOKENS.items() if k != "model.bins"}, "model.policy": "gaussian"}
 FLOW = {**GAUSSIAN, "model.policy": "flow"}
 ROOT = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "published"
-FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8, "updates": 1}
+ONE = {**FEW, "updates": 1}
 OPENVLA = {
     **CAMERA,
-    **FEW,
+    **ONE,
     "model.policy": "token",
     "model.checkpoint": str(ROOT / "openvla"),
     "model.bins": 16,
     "model.unnorm_key": "slow",
 }
-OPENPI = {**CAMERA, **FEW, "model.policy": "flow", "model.checkpoint": str(ROOT / "openpi")}
-PI0 = {**CAMERA, **FEW, "model.policy": "flow", "model.checkpoint": str(ROOT / "pi0")}
-GROUPS = {
-    "env.id": "AcrobotSwingup-v1",
-    "model.actor_obs": ["velocity"],
-    "model.critic_obs": ["velocity"],
-    "model.shared_backbone": False,
-}
+OPENPI = {**CAMERA, **ONE, "model.policy": "flow", "model.checkpoint": str(ROOT / "openpi")}
+PI0 = {**CAMERA, **ONE, "model.policy": "flow", "model.checkpoint": str(ROOT / "pi0")}
+GROUPS = run_helpers.options("""env.id=AcrobotSwingup-v1 model.actor_obs=[velocity]
+    model.critic_obs=[velocity] model.shared_backbone=false""")
 NETWORK = f"{Path(__file__).resolve().parents[2] / 'scripts/examples/own_network.py'}:Residual"
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 RECURRENT = {**COLUMNS, "model.recurrent": "gru", "model.recurrent_size": 4}
 CHUNKS = {"env.action_chunk": 2}
-SUCCESSES = {
-    **POINT,
-    "env.id": "toy_envs:toy_envs/Point-v0",
-    "env.restart_each_rollout": True,
-    "algorithm.adv_type": "grpo",
-    "algorithm.group_size": 2,
-}
+SUCCESSES = POINT | run_helpers.options(
+    "env.restart_each_rollout=true algorithm.adv_type=grpo algorithm.group_size=2"
+)
 """Groups whose members may succeed or fail."""
 
 CURIOUS = {"algorithm.curiosity.weight": 1.0}

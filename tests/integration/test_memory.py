@@ -21,6 +21,7 @@ from embodied_ppo.options.schema import EvaluateConfig
 from embodied_ppo.programs import runs
 from embodied_ppo.rollout import environments
 from embodied_ppo.training import checkpoint, trained_run
+from tests.integration.test_resume import check_resume
 
 RECURRENT = run_helpers.options("""model.recurrent=gru model.recurrent_size=8
     algorithm.minibatch_unit=column""")
@@ -52,11 +53,7 @@ def weights(run_dir: Path, update: int = 4) -> dict[str, Any]:
 @pytest.mark.slow
 def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path) -> None:
     """The episodes of the fourth update began before the checkpoint of the second."""
-    half = trained / "checkpoints" / "step_000002"
-    config = trained_run.open_run(str(trained))[2]
-    runs.train(replace(config, run_dir=str(tmp_path / "half"), resume=str(half)), quiet=True)
-    for name, x in weights(trained).items():
-        assert torch.equal(x, weights(tmp_path / "half")[name]), name
+    check_resume(trained, tmp_path / "half", at=2, updates=4)
 
 
 def test_evaluation_does_not_depend_on_the_number_of_environments(trained: Path, tmp_path) -> None:
@@ -95,9 +92,8 @@ def test_loaded_policy_gives_the_reports_return(trained: Path, tmp_path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recurrent", ["lstm"])
-def test_results_do_not_depend_on_micro_batches(recurrent: str, tmp_path) -> None:
-    options = {**RECURRENT, "model.recurrent": recurrent, "updates": 1}
+def test_results_do_not_depend_on_micro_batches(tmp_path) -> None:
+    options = {**MEMORIES["lstm"], "updates": 1}
     whole = weights(train(tmp_path / "whole", **options), 1)
     parts = {"algorithm.micro_batch_size": 8, "algorithm.logprob_forward_micro_batch_size": 8}
     parted = weights(train(tmp_path / "parts", **options, **parts), 1)

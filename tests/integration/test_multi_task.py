@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +14,14 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.evaluation import checkpoint_evaluation
 from embodied_ppo.options.schema import EvaluateConfig
 from embodied_ppo.programs import runs
-from embodied_ppo.training import checkpoint, trained_run
+from embodied_ppo.training import checkpoint
+from tests.integration.test_resume import check_resume
 
 TASKS = ["Reacher-v4", "Swimmer-v4"]
-BASE: dict[str, Any] = {
-    "env.id": TASKS,
-    "env.num_envs": 12,
-    "env.task_weights": [2, 1],
-    "env.max_episode_steps": 9,
-    "algorithm.horizon": 8,
-    "algorithm.global_batch_size": 32,
-    "algorithm.popart": 0.3,
-    "evaluation.episodes": 5,
-    "evaluation.num_envs": 3,
-    "evaluation.video_episodes": 0,
-    "compile": "never",
-    "updates": 4,
-    "save_every": 2,
-}
+BASE = run_helpers.options("""env.id=[Reacher-v4,Swimmer-v4] env.num_envs=12
+    env.task_weights=[2,1] env.max_episode_steps=9 algorithm.horizon=8
+    algorithm.global_batch_size=32 algorithm.popart=0.3 evaluation.episodes=5
+    evaluation.num_envs=3 evaluation.video_episodes=0 compile=never updates=4 save_every=2""")
 
 
 def train(run_dir: Path, **options: Any) -> Path:
@@ -64,12 +53,7 @@ def evaluate(run_dir: Path, out: Path, **options: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_resumed_run_equals_an_uninterrupted_one(trained: Path, tmp_path) -> None:
-    half = str(trained / "checkpoints" / "step_000002")
-    config = trained_run.open_run(str(trained))[2]
-    runs.train(replace(config, run_dir=str(tmp_path / "half"), resume=half), quiet=True)
-    assert metrics(tmp_path / "half") == metrics(trained)[-2:]
-    for name, x in weights(trained).items():
-        assert torch.equal(x, weights(tmp_path / "half")[name]), name
+    check_resume(trained, tmp_path / "half", at=2, updates=4)
 
 
 @pytest.mark.parametrize(

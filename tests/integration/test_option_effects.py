@@ -67,18 +67,9 @@ def observed(observe: Callable[[Any], Any], value: Any) -> Any:
         return f"refused: {error}"
 
 
-TRAIN: dict[str, Any] = {
-    "env.id": "toy_envs:Balance",
-    "env.num_envs": 2,
-    "env.max_episode_steps": 6,
-    "algorithm.horizon": 4,
-    "algorithm.global_batch_size": 8,
-    "algorithm.update_epoch": 1,
-    "evaluation.episodes": 2,
-    "compile": "never",
-    "device": "cpu",
-    "updates": 3,
-}
+TRAIN = run_helpers.options("""env.id=toy_envs:Balance env.num_envs=2 env.max_episode_steps=6
+    algorithm.horizon=4 algorithm.global_batch_size=8 algorithm.update_epoch=1
+    evaluation.episodes=2 compile=never device=cpu updates=3""")
 """Options of a run of about half a second."""
 
 

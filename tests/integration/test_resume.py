@@ -27,7 +27,7 @@ from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config, EvaluateConfig
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.programs import runs
-from embodied_ppo.training import checkpoint, progress
+from embodied_ppo.training import checkpoint, progress, trained_run
 from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.logging import Log, Timer
 from embodied_ppo.training.run_system import RunSystem
@@ -86,6 +86,15 @@ def rows(run_dir: Path) -> list[dict]:
     return [
         {k: v for k, v in json.loads(line).items() if not k.startswith(measured)} for line in lines
     ]
+
+
+def check_resume(run_dir: Path, folder: Path, *, at: int, updates: int) -> None:
+    """Continue a run from a checkpoint in ``folder``; the end is equal bit for bit."""
+    config = trained_run.open_run(str(run_dir))[2]
+    source = str(run_dir / "checkpoints" / f"step_{at:06d}")
+    runs.train(replace(config, run_dir=str(folder), resume=source), quiet=True)
+    assert_same(contents(run_dir, updates), contents(folder, updates))
+    assert [row for row in rows(run_dir) if row["update"] > at] == rows(folder)
 
 
 class Stop(Exception):

@@ -249,20 +249,18 @@ def test_observation_normaliser():
     assert torch.equal(other.value(other.encode(observation)), policy.value(encoded))
 
 
-@pytest.mark.parametrize(("limit", "factor"), [(None, 1.0), (5, 1.0), (2, math.sqrt(0.4))])
-def test_wide_observations_are_scaled(limit: int | None, factor: float) -> None:
-    """With at most two inputs, five enter the first layer as x·√(2/5)."""
-    policy, plain = make("vector", wide_obs=limit), make("vector")
-    inputs = plain.encode(observe("vector", 8))
+@pytest.mark.parametrize(
+    ("spec", "limit", "factor"),
+    [("vector", None, 1), ("vector", 5, 1), ("vector", 2, 0.4**0.5), ("dict", 1, 7**-0.5)],
+)
+def test_wide_observations_are_scaled(spec: str, limit: int | None, factor: float) -> None:
+    """With at most two inputs, five enter the first layer as x·√(2/5).
+
+    The features of images are inputs of the first layer, too, but no vectors.
+    """
+    policy, plain = make(spec, wide_obs=limit), make(spec)
+    inputs = plain.encode(observe(spec, 8))
     scaled = {**inputs, VECTOR: inputs[VECTOR] * factor}
-    torch.testing.assert_close(policy.value(inputs), plain.value(scaled))
-
-
-def test_wide_observations_do_not_scale_images() -> None:
-    """The features of images are inputs of the first layer, too, but no vectors."""
-    policy, plain = make("dict", wide_obs=1), make("dict")
-    inputs = plain.encode(observe("dict", 4))
-    scaled = {**inputs, VECTOR: inputs[VECTOR] / math.sqrt(7)}
     torch.testing.assert_close(policy.value(inputs), plain.value(scaled))
 
 

@@ -124,10 +124,8 @@ def test_advantages_of_packed_rows_equal_single_rows() -> None:
     t = experience(x.policy)
     batch, metrics = x.prepare(t)
     assert isinstance(t.obs, dict)
-    advantage, returns = (
-        torch.zeros(T, N, dtype=torch.float64),
-        torch.zeros(T, N, dtype=torch.float64),
-    )
+    advantage = torch.zeros(T, N, dtype=torch.float64)
+    returns = torch.zeros(T, N, dtype=torch.float64)
     critic: Any = critic_of(x).module
     for i, (p, r) in enumerate(zip(PROMPT, LENGTH, strict=True)):
         ids = t.obs["row"][: p + r - 1, i].unsqueeze(0)

@@ -202,10 +202,8 @@ def test_remote_models_start_as_copies_of_actor() -> None:
     t = experience(x.policy)
     assert isinstance(t.obs, dict)
     with serving(services) as client:
-        x.critic, x.actor.reference = (
-            RemoteCritic(client, CPU, pretrained=False),
-            RemoteReference(client, CPU, pretrained=False),
-        )
+        x.critic = RemoteCritic(client, CPU, pretrained=False)
+        x.actor.reference = RemoteReference(client, CPU, pretrained=False)
         x.initialize()
         view = x.actor.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]
         torch.testing.assert_close(view[t.mask], t.log_prob[t.mask], rtol=0, atol=1e-5)

@@ -486,10 +486,8 @@ def test_off_policy_weight_by_hand():
 
 def test_off_policy_weight_of_finer_log_probs():
     g = generator()
-    trainer, rollout = (
-        torch.randn(3, 2, 2, generator=g, requires_grad=True),
-        torch.randn(3, 2, 2, generator=g),
-    )
+    trainer = torch.randn(3, 2, 2, generator=g, requires_grad=True)
+    rollout = torch.randn(3, 2, 2, generator=g)
     mask = torch.ones(3, 2, dtype=torch.bool)
     weight = losses.off_policy_weight(trainer, rollout, mask, kind="sequence", cap=1e9)
     assert weight.shape == (3, 2, 2) and not weight.requires_grad

@@ -20,10 +20,8 @@ KEPT = torch.tensor([[True, True, True, True], [True, False, True, True]])
 
 def test_whiten_rewards_keeps_the_mean():
     out = rewards.whiten_rewards(REWARD, KEPT)
-    before, after = (
-        running_stats.masked_moments(REWARD, KEPT),
-        running_stats.masked_moments(out, KEPT),
-    )
+    before = running_stats.masked_moments(REWARD, KEPT)
+    after = running_stats.masked_moments(out, KEPT)
     assert after.mean.item() == pytest.approx(before.mean.item(), rel=1e-6)
     assert after.var.item() == pytest.approx(1.0, rel=1e-5) and before.var.item() > 50
     assert out[1, 1].item() == 99.0

@@ -832,10 +832,8 @@ def test_group_advantages(adv_type):
     metrics = numbers(learner.update(t, update=0))
     assert metrics["advantage/zero_fraction"] == pytest.approx(0.5)
     assert metrics["advantage/std"] > 0 and metrics["advantage/std"] != pytest.approx(1.0, abs=1e-3)
-    before, raw = (
-        weights(learner),
-        make({"adv_type": adv_type, "group_size": 4, "normalize_advantages": False}),
-    )
+    before = weights(learner)
+    raw = make({"adv_type": adv_type, "group_size": 4, "normalize_advantages": False})
     raw.update(t, update=0)
     # the option is read
     assert any(not torch.equal(x, before[name]) for name, x in weights(raw).items())

@@ -152,10 +152,8 @@ def assert_equal(
             assert torch.equal(other[name], weights_of_ranks[0][name]), name
         torch.testing.assert_close(weights_of_ranks[0][name], x, rtol=1e-5, atol=1e-6, msg=name)
     for update in range(2):
-        one, many = (
-            merged([m[update] for m in metrics_of_ranks]),
-            merged([m[update] for m in metrics]),
-        )
+        one = merged([m[update] for m in metrics_of_ranks])
+        many = merged([m[update] for m in metrics])
         assert one.keys() == many.keys()
         for tag, value in one.items():
             assert many[tag] == pytest.approx(value, rel=1e-4, abs=1e-6, nan_ok=True), tag

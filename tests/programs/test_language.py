@@ -61,11 +61,7 @@ def few_problems() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def empty_folder(tmp_path, monkeypatch) -> None:
-    folder = tmp_path / "cwd"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def train(capsys: Capture, *options: object) -> dict[str, Any]:

@@ -37,13 +37,6 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
-    """Return a run of 5 updates with the checkpoints 2, 4 and 5."""
-    folder = tmp_path_factory.mktemp("reexecution") / "run"
-    return ep.train("cartpole", run_dir=folder, **TINY).run_dir
-
-
 def files(run_dir: Path) -> dict[Path, tuple[int, bytes]]:
     return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in run_dir.rglob("*") if p.is_file()}
 

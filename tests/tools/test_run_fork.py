@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 from run_helpers import run_command
@@ -15,14 +14,7 @@ from embodied_ppo.training.run_files import read_parent
 from tests.integration.test_resume import assert_same, contents, rows
 from tests.programs.test_language import TINY as LANGUAGE
 from tests.programs.test_language import few_problems  # noqa: F401
-from tests.tools.test_reexecution import TINY, files
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
-    """Return a run of 5 updates with the checkpoints 2, 4 and 5."""
-    folder = tmp_path_factory.mktemp("fork") / "run"
-    return ep.train("cartpole", run_dir=folder, **TINY).run_dir
+from tests.tools.test_reexecution import files
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,14 +11,7 @@ from run_helpers import run_command
 
 import embodied_ppo as ep
 from embodied_ppo.commands import main
-from tests.tools.test_reexecution import TINY, files, rows
-
-
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory) -> Path:
-    """Return a run of 3 updates with the checkpoints 2 and 3."""
-    folder = tmp_path_factory.mktemp("replay") / "run"
-    return ep.train("cartpole", run_dir=folder, **{**TINY, "updates": 3}).run_dir
+from tests.tools.test_reexecution import files, rows
 
 
 def test_tensors_explain_the_metrics(run_dir, tmp_path, capsys):
@@ -75,10 +67,10 @@ def test_changed_run_is_reported(run_dir, tmp_path, capsys):
 def test_changed_options_of_a_checkpoint_are_refused(run_dir, tmp_path, capsys):
     copy, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(run_dir, copy, symlinks=True)
-    file = copy / "checkpoints/step_000003/config.yaml"
+    file = copy / "checkpoints/step_000004/config.yaml"
     file.write_text(file.read_text().replace("gamma: 0.98", "gamma: 0.5"))
     assert main.main(["replay", "--quiet", str(copy), "update=3", f"out={out}"]) == 2
-    assert "step_000003/config.yaml" in capsys.readouterr().err and not any(out.glob("*"))
+    assert "step_000004/config.yaml" in capsys.readouterr().err and not any(out.glob("*"))
     with pytest.raises(ep.CheckpointError):
         ep.fork(copy, update=2, progress=False)
     assert ep.replay(copy, update=2, progress=False).differences == []
@@ -87,8 +79,8 @@ def test_changed_options_of_a_checkpoint_are_refused(run_dir, tmp_path, capsys):
 @pytest.mark.parametrize(
     "arguments, named",
     [
-        (["update=0", "out=x"], "from 1 to 3"),
-        (["update=4", "out=x"], "from 1 to 3"),
+        (["update=0", "out=x"], "from 1 to 5"),
+        (["update=6", "out=x"], "from 1 to 5"),
         (["out=x"], "update=N"),
         (["update=1"], "out=DIR"),
         (["update=-1", "out=x"], "update=-1"),

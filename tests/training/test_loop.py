@@ -71,10 +71,8 @@ def train(
     **due: Any,
 ):
     """Run the loop; return calls, rows and outcome."""
-    system, log = (
-        Notes(completed_updates),
-        Log(tmp_path, total_updates=updates, completed_updates=completed_updates, quiet=True),
-    )
+    system = Notes(completed_updates)
+    log = Log(tmp_path, total_updates=updates, completed_updates=completed_updates, quiet=True)
     schedule = loop.Schedule(updates=updates, horizon=16, **due)
     outcome = loop.train(
         system, log, schedule, completed_updates=completed_updates, should_stop=should_stop

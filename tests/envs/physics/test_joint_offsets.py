@@ -17,15 +17,9 @@ EXACT = {"mass": [1, 1], "friction": [1, 1], "gains": [1, 1]}
 """The tasks' own ranges, switched off."""
 
 
-def make(id: str, *, n: int = 2, seeds: list[int] | None = None, **ranges: list[float]) -> Any:
-    return embodied_envs.make(
-        id,
-        num_envs=n,
-        seeds=seeds or list(range(n)),
-        num_threads=1,
-        randomize=True,
-        ranges=EXACT | ranges,
-    )
+def make(id: str, *, n: int = 2, seed: int = 0, **ranges: list[float]) -> Any:
+    options = {"seeds": list(range(seed, seed + n)), "randomize": True, "ranges": EXACT | ranges}
+    return toy_envs.make_world(id, n, **options)
 
 
 def test_measured_positions_are_shifted_and_targets_are_not() -> None:
@@ -100,7 +94,7 @@ def test_offsets_are_uniform_and_functions_of_seed_and_episode() -> None:
     assert drawn.shape == (100, 12) and len(drawn.unique()) == 1200
     assert -0.1 <= float(drawn.min()) < -0.099 and 0.049 < float(drawn.max()) < 0.05
     assert abs(float(drawn.mean()) + 0.025) < 0.01
-    one = make("Go1Joystick", n=1, seeds=[7], joint_offset=[-0.1, 0.05])
+    one = make("Go1Joystick", n=1, seed=7, joint_offset=[-0.1, 0.05])
     assert torch.equal(one._joint_offsets.offset, drawn[7:8])
     kept = env.step(torch.zeros(100, 12)).terminated
     assert not kept.any() and torch.equal(env._joint_offsets.offset, drawn)

@@ -23,11 +23,7 @@ LOCOMOTION = ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")
 
 
 def make(id: str = "toy_envs:Balance", n: int = 3, **options: Any) -> MujocoEnv:
-    env = embodied_envs.make(
-        id, num_envs=n, seeds=options.pop("seeds", list(range(n))), simulator="mujoco", **options
-    )
-    assert isinstance(env, MujocoEnv)
-    return env
+    return toy_envs.make_world(id, n, **options)
 
 
 def push(env: MujocoEnv, x: float = 0.0) -> Tensor:

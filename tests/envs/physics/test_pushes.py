@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from toy_envs import make_world
 
 import embodied_envs
 from embodied_envs.physics import mujoco_env
@@ -24,16 +25,9 @@ def short_interval(monkeypatch) -> None:
     monkeypatch.setattr(mujoco_env, "PUSH_INTERVAL_S", (0.1, 0.2))
 
 
-def make(n: int = 2, seeds: list[int] | None = None, **options: Any) -> Any:
+def make(n: int = 2, **options: Any) -> Any:
     options.setdefault("realism", {"push_velocity": [0.5, 1.0]})
-    return embodied_envs.make(
-        "toy_envs:Drifter",
-        num_envs=n,
-        seeds=seeds or list(range(n)),
-        num_threads=1,
-        action_mapping="none",
-        **options,
-    )
+    return make_world("toy_envs:Drifter", n, action_mapping="none", **options)
 
 
 def velocities(env: Any, steps: int) -> Tensor:
@@ -92,7 +86,9 @@ def test_fixed_size_equals_a_hand_made_change_of_velocity(monkeypatch) -> None:
 
 
 def test_state_continues_and_fits_the_same_options_only() -> None:
-    embodied_envs.check_env(lambda seeds: make(len(seeds), seeds, max_episode_steps=9), steps=40)
+    embodied_envs.check_env(
+        lambda seeds: make(len(seeds), seeds=seeds, max_episode_steps=9), steps=40
+    )
     env = make()
     env.reset()
     with pytest.raises(ValueError, match=r"other options of env\.realism"):

@@ -10,8 +10,8 @@ import mujoco
 import numpy as np
 import pytest
 import torch
+from toy_envs import make_world
 
-import embodied_envs
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.robots.robot_task import RobotTask
 from embodied_envs.tasks import State
@@ -87,10 +87,7 @@ def make(
     module = types.ModuleType("shipped_robot")
     module.__dict__["Robot"] = type("Robot", (task,), values | {"__module__": module.__name__})
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    id = f"{module.__name__}:Robot"
-    env = embodied_envs.make(id, num_envs=4, seeds=[0, 1, 2, 3], num_threads=1, **options)
-    assert isinstance(env, MujocoEnv)
-    return env
+    return make_world(f"{module.__name__}:Robot", 4, **options)
 
 
 def first_return(env: MujocoEnv) -> float:

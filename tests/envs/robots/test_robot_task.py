@@ -7,9 +7,9 @@ from pathlib import Path
 import mujoco
 import pytest
 import torch
+from toy_envs import make_world
 from toy_robots import QUADRUPED
 
-import embodied_envs
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.robots.preparation import Preparation
@@ -43,10 +43,7 @@ def file(tmp_path, monkeypatch) -> Path:
 
 
 def make(**options: object) -> MujocoEnv:
-    id = f"{__name__}:Stay"
-    env = embodied_envs.make(id, **{"num_envs": 2, "seeds": [0, 1], "num_threads": 1, **options})
-    assert isinstance(env, MujocoEnv)
-    return env
+    return make_world(f"{__name__}:Stay", **options)
 
 
 def test_action_0_holds_home_from_the_reset_on(file: Path) -> None:

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from toy_envs import make_world
 from toy_robots import DRONE
 
-import embodied_envs
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.robots.target import TargetTask
 from embodied_envs.tasks.panda import asset_file
@@ -33,9 +33,7 @@ class Reach(TargetTask):
 
 
 def make(task: str, **options: object) -> MujocoEnv:
-    id = f"{__name__}:{task}"
-    env = embodied_envs.make(id, **{"num_envs": 3, "seeds": [0, 1, 2], "num_threads": 1, **options})
-    assert isinstance(env, MujocoEnv)
+    env = make_world(f"{__name__}:{task}", 3, **options)
     env.reset()
     return env
 

@@ -10,6 +10,7 @@ import mujoco
 import pytest
 import torch
 from torch import Tensor
+from toy_envs import make_world
 from toy_robots import QUADRUPED
 
 import embodied_envs
@@ -53,12 +54,8 @@ def use(mjcf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(task: str = "Walk", n: int = 2, **options: Any) -> MujocoEnv:
-    id = task if ":" in task or task.startswith("Go1") else f"{__name__}:{task}"
-    env = embodied_envs.make(
-        id, **{"num_envs": n, "seeds": list(range(n)), "num_threads": 1, **options}
-    )
-    assert isinstance(env, MujocoEnv)
-    return env
+    own = ":" not in task and not task.startswith("Go1")
+    return make_world(f"{__name__}:{task}" if own else task, n, **options)
 
 
 def rewards(env: MujocoEnv, steps: int = 5) -> tuple[Tensor, dict[str, Tensor]]:

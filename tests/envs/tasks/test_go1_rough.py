@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import run_helpers
 import torch
 from torch import Tensor
+from toy_envs import make_world
 
-import embodied_envs
 from embodied_envs.checks import check_env
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.robots import rough_terrain
 from embodied_envs.tasks.go1_rough import Go1Rough
 from embodied_ppo.programs import runs
-from tests.integration.test_resume import assert_same, contents, rows
+from tests.integration.test_resume import check_resume
 
 ALL = ["state", "height_scan", "privileged"]
 
 
 def make(n: int = 4, **options: Any) -> MujocoEnv:
-    options = {"seeds": list(range(n)), "num_threads": 1, "kwargs": {"levels": 2}} | options
-    env = embodied_envs.make("Go1Rough", num_envs=n, **options)
-    assert isinstance(env, MujocoEnv) and isinstance(env.task, Go1Rough)
-    return env
+    return make_world("Go1Rough", n, **{"kwargs": {"levels": 2}, **options})
 
 
 def ground(env: MujocoEnv) -> Tensor:
@@ -125,27 +121,14 @@ def test_walked_distance_follows_the_command_and_a_fall_counts_the_missing_one()
 def test_resumed_run_with_a_curriculum_equals_an_uninterrupted_one(tmp_path, monkeypatch) -> None:
     """Every episode, of 6 steps, moves its robot one level up."""
     monkeypatch.setattr(rough_terrain, "next_level", lambda level, *_: (level + 1) % 20)
-    options: dict[str, Any] = {
-        "env.id": "Go1Rough",
-        "env.kwargs": {"levels": 20, "terrain": ["slopes"]},
-        "env.max_episode_steps": 6,
-        "env.action_chunk": 2,
-        "env.realism.obs_delay": 1,
-        "model.actor_obs": ["state"],
-        "model.critic_obs": ["state", "height_scan", "privileged"],
-        "evaluation.episodes": 1,
-        "evaluation.num_envs": 1,
-        "evaluation.video_episodes": 0,
-        "compile": "never",
-        "updates": 4,
-        "save_every": 2,
-    }
-    full, half = tmp_path / "full", tmp_path / "half"
+    options = run_helpers.options("""env.id=Go1Rough env.max_episode_steps=6 env.action_chunk=2
+        env.realism.obs_delay=1 model.actor_obs=[state]
+        model.critic_obs=[state,height_scan,privileged] evaluation.episodes=1
+        evaluation.num_envs=1 evaluation.video_episodes=0 compile=never updates=4 save_every=2""")
+    options["env.kwargs"] = {"levels": 20, "terrain": ["slopes"]}
+    full = tmp_path / "full"
     runs.train(run_helpers.tiny_config({**options, "run_dir": str(full)}), quiet=True)
-    c = run_helpers.tiny_config({**options, "run_dir": str(half)})
-    runs.train(replace(c, resume=str(full / "checkpoints" / "step_000002")), quiet=True)
-    assert_same(contents(full, 4), contents(half, 4))
-    assert rows(full)[3:] == rows(half)
+    check_resume(full, tmp_path / "half", at=2, updates=4)
     lines = [json.loads(x) for x in (full / "metrics.jsonl").read_text().splitlines()]
     levels = [x["rollout/terrain_level"] for x in lines if "rollout/terrain_level" in x]
     assert len(set(levels)) == 4 and min(levels) > 0

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from toy_envs import make_world as make
 
-import embodied_envs
 from embodied_envs.base.random import uniform
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks import Task
@@ -19,14 +19,6 @@ from embodied_envs.tasks.panda import PandaPickCube
 from embodied_envs.types import Box
 
 CPU = torch.device("cpu")
-
-
-def make(id: str, n: int = 2, **options: object) -> MujocoEnv:
-    env = embodied_envs.make(
-        id, num_envs=n, **{"seeds": list(range(n)), "num_threads": 1, **options}
-    )
-    assert isinstance(env, MujocoEnv)
-    return env
 
 
 def actions(env: MujocoEnv, fill: float | None = None) -> Tensor:

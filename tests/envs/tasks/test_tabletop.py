@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from toy_envs import make_world
 
-import embodied_envs
-from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.tabletop import HALF_EDGE, Tabletop
 from embodied_envs.tasks.tabletop_expert import Expert
 from embodied_envs.tasks.tabletop_language import (
@@ -40,14 +39,6 @@ def beginnings(task: Tabletop, n: int, dtype: torch.dtype = torch.float64) -> di
 def blocks(s: Mapping[str, Tensor]) -> Tensor:
     """Return a view of the blocks' positions, [N, 4, 3] by colour."""
     return s["qpos"][:, 5:].unflatten(1, (4, 7))[:, :, :3]
-
-
-def make(num_envs: int, **options: Any) -> MujocoEnv:
-    env = embodied_envs.make(
-        "Tabletop", num_envs=num_envs, seeds=list(range(num_envs)), num_threads=1, **options
-    )
-    assert isinstance(env, MujocoEnv)
-    return env
 
 
 # -------------------------------------------------------------------------------------------- words
@@ -152,7 +143,7 @@ def test_reward_is_progress_and_success() -> None:
 @pytest.mark.slow
 def test_expert_succeeds_in_every_family() -> None:
     n = 40 * len(ALL)
-    env = make(n)
+    env = make_world("Tabletop", n)
     expert, kind = Expert(env.task), env.s["kind"].clone()  # pyright: ignore[reportArgumentType]
     env.reset()
     done, succeeded, earned = (torch.zeros(n) for _ in range(3))
@@ -174,14 +165,14 @@ def test_expert_succeeds_in_every_family() -> None:
 
 
 def test_observations() -> None:
-    env = make(3)
+    env = make_world("Tabletop", 3)
     state = env.reset()
     assert isinstance(state, Tensor) and state.shape == (3, 91) and torch.isfinite(state).all()
-    few = make(3, kwargs={"families": ["reach", "push"], "obs": "language"})
+    few = make_world("Tabletop", 3, kwargs={"families": ["reach", "push"], "obs": "language"})
     language = few.reset()
     assert isinstance(language, dict) and language["state"].shape == (3, 12)
     assert torch.equal(language["instruction"], few.s["instruction"])  # pyright: ignore[reportAttributeAccessIssue]
-    goal = make(3, kwargs={"families": ["reach", "push"], "obs": "goal"}).reset()
+    goal = make_world("Tabletop", 3, kwargs={"families": ["reach", "push"], "obs": "goal"}).reset()
     assert isinstance(goal, dict) and torch.equal(goal["state"], language["state"])
     assert goal["goal"].shape == (3, 30)  # 14 families; A, B, zone and direction of 4 each
     assert goal["goal"][:, :14].sum(1).tolist() == [1, 1, 1]

@@ -181,10 +181,8 @@ def test_recomputed_layers_give_equal_gradients_and_store_less(
 def test_checkpoint_holds_trained_parameters(
     published: Path, options: dict[str, Any], tmp_path
 ) -> None:
-    policy, other = (
-        policy_of(published, **options),
-        policy_of(published, perturbed=False, **options),
-    )
+    policy = policy_of(published, **options)
+    other = policy_of(published, perturbed=False, **options)
     state = policy.state_dict()
     names = {name for name, p in policy.named_parameters() if p.requires_grad}
     if options:
