@@ -75,6 +75,11 @@ def options(text: str) -> dict[str, Any]:
     return {path: yaml.safe_load(value) for path, _, value in words}
 
 
+def words(text: str) -> list[str]:
+    """Return the words of a text, as of a command line."""
+    return text.split()
+
+
 def run_command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     """Run ``embodied-ppo COMMAND --json ..``, which must succeed; return its JSON output."""
     capsys.readouterr()

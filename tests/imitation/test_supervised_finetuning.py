@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 
 from embodied_envs.base.errors import ConfigError, TrainingError
@@ -21,12 +22,7 @@ EXAMPLES: list[Example] = [
     ((3,), (2,)),
     ((5, 8), (6, 7, 5, 2)),
 ] * 10
-OPTIONS: dict[str, Any] = {
-    "steps": 10,
-    "batch_size": 4,
-    "lr": 3e-3,
-    "lr_warmup": 3,
-}
+OPTIONS: dict[str, Any] = run_helpers.options("steps=10 batch_size=4 lr=0.003 lr_warmup=3")
 
 
 def start(

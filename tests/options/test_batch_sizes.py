@@ -14,17 +14,10 @@ from embodied_ppo.programs import runs
 
 ROBOT = run_helpers.options("""env.id=CartPole-v1 env.num_envs=32 algorithm.horizon=32
     algorithm.global_batch_size=128""")
-LANGUAGE = {
-    "mode": "reasoning",
-    "data.task": "arithmetic",
-    "actor.model.architecture": {"model_type": "qwen2"},
-    "algorithm.loss_type": "actor",
-    "algorithm.rollout_batch_size": 64,
-    "algorithm.global_batch_size": 16,
-    "algorithm.update_epoch": 2,
-    "algorithm.group_size": 4,
-    "updates": 10,
-}
+LANGUAGE = run_helpers.options("""mode=reasoning data.task=arithmetic
+    algorithm.loss_type=actor algorithm.rollout_batch_size=64 algorithm.global_batch_size=16
+    algorithm.update_epoch=2 algorithm.group_size=4 updates=10""")
+LANGUAGE |= {"actor.model.architecture": {"model_type": "qwen2"}}
 
 
 def test_update_of_a_robot_policy() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import options
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,19 +20,9 @@ from embodied_ppo.policies import causal_lm, decoder, lora
 from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.policies.decoder import Attend, Decoder, Packing
 
-TINY: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TINY: dict[str, Any] = options("""vocab_size=50 hidden_size=32 intermediate_size=64
+    num_hidden_layers=3 num_attention_heads=4 num_key_value_heads=2 head_dim=8
+    max_position_embeddings=64 pad_token_id=0 bos_token_id=1 eos_token_id=2""")
 GEMMA = {"sliding_window": 4, "query_pre_attn_scalar": 8}
 GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 8.0, "residual_multiplier": 0.3}
 GRANITE |= {"attention_multiplier": 0.2}

@@ -92,10 +92,7 @@ def test_new_adapters_change_nothing_and_keep_their_keys() -> None:
     lora.adapt(module, rank=RANK, alpha=1.0)
     assert torch.equal(module(x), before)
     assert [name for name, p in module.named_parameters() if p.requires_grad] == [
-        "0.lora_A.default.weight",
-        "0.lora_B.default.weight",
-        "1.0.lora_A.default.weight",
-        "1.0.lora_B.default.weight",
+        f"{layer}.lora_{side}.default.weight" for layer in ("0", "1.0") for side in "AB"
     ]
     assert "0.base_layer.weight" in module.state_dict()
     assert "0.base_layer.bias" in module.state_dict()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 from run_helpers import tables
 from torch import Tensor
@@ -395,13 +396,9 @@ def test_full_kl_penalty_does_not_change_behaviour_log_probs() -> None:
 
 @pytest.mark.slow
 def test_state_resumes_bit_for_bit(tmp_path) -> None:
-    options: dict[str, Any] = {
-        "use_kl_in_reward": True,
-        "kl_ctrl": KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100),
-        "reward_norm": "running",
-        "entropy_bonus": 0.01,
-        "entropy_target": 2.0,
-    }
+    options: dict[str, Any] = run_helpers.options("""use_kl_in_reward=true
+        reward_norm=running entropy_bonus=0.01 entropy_target=2.0""")
+    options |= {"kl_ctrl": KLControlConfig(type="adaptive", kl_coef=0.1, horizon=100)}
     c = replace(BASE, **options)
     x = learner(c)
     ts = [experience(x.policy, seed=i) for i in range(4)]

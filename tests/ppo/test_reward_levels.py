@@ -64,12 +64,8 @@ def test_action_level_advantages_by_hand() -> None:
         mask=torch.tensor([[[1, 1, 0], [1, 1, 0]], [[1, 1, 1], [1, 1, 1]]]).bool(),
         version=torch.zeros(2, 2, dtype=torch.int64),
     )
-    options = {
-        "reward_type": "action_level",
-        "gamma": 0.5,
-        "gae_lambda": 0.5,
-        "minibatch_unit": "column",
-    }
+    options = run_helpers.options("""reward_type=action_level gamma=0.5 gae_lambda=0.5
+        minibatch_unit=column""")
     batch, _ = make_learner(options, samples=4).prepare(trajectory)
     # decision 1 of both: deltas 1 + 2.5 - 4, 1 + 3 - 5, 1 + 4 - 6
     last = [-0.5 + 0.25 * -1.25, -1.0 + 0.25 * -1.0, -1.0]
@@ -316,13 +312,8 @@ def test_rlinf_options_train_unchanged(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine/experiment").mkdir(parents=True)
     Path("mine/experiment/block.yaml").write_text(BLOCK.lstrip())
-    few = [
-        "env.num_envs=4",
-        "algorithm.horizon=8",
-        "algorithm.global_batch_size=16",
-        "env.max_episode_steps=10",
-    ]
-    few += ["updates=1", "evaluation.episodes=1", "run_dir=run", "threads=1"]
+    few = run_helpers.words("""env.num_envs=4 algorithm.horizon=8 algorithm.global_batch_size=16
+        env.max_episode_steps=10 updates=1 evaluation.episodes=1 run_dir=run threads=1""")
     assert main.main(["train", "--quiet", "--config-dir", "mine", "experiment=block", *few]) == 0
     stored = Path("run/config.yaml").read_text()
     assert "rollout_micro_batch_size: 256" in stored

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 from run_helpers import scale_policy
 from torch import Tensor
@@ -66,9 +67,7 @@ def experience(learner: PPO, *, seed: int = 0, noise: float = 0.0, rows: int = T
     g = torch.Generator().manual_seed(seed)
     obs = torch.randn(rows, N, OBS, generator=g) * 2 + 1
     inputs = learner.policy.encode(obs.flatten(0, 1))
-    decision = learner.policy.act(
-        inputs, noise=learner.policy.noise(obs.shape[0] * obs.shape[1], g)
-    )
+    decision = learner.policy.act(inputs, noise=learner.policy.noise(rows * N, g))
     d = tree.map(lambda x: x.unflatten(0, (rows, N)), decision)
     value = d.value + noise * torch.randn(rows, N, generator=g)
     terminated = torch.rand(rows, N, generator=g) < 0.15
@@ -109,14 +108,8 @@ def gradients(learner: PPO) -> list[Tensor]:
 
     def note(*_: Any) -> None:
         parameters = [p for group in learner.optimizer.adamw.param_groups for p in group["params"]]
-        recorded.append(
-            torch.cat(
-                [
-                    torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
-                    for p in parameters
-                ]
-            )
-        )
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        recorded.append(torch.cat([x.flatten() for x in parts]))
 
     learner.optimizer.adamw.register_step_pre_hook(note)
     return recorded
@@ -138,31 +131,19 @@ def assert_close(a: dict[str, float], b: dict[str, float], rel: float) -> None:
 
 
 # ------------------------------------------------------------------- memory must not change numbers
-EVERYTHING: dict[str, Any] = {
-    "clip_ratio_c": 1.5,
-    "entropy_bonus": 0.01,
-    "use_kl_loss": True,
-    "kl_loss_coef": 0.5,
-    "max_grad_norm": None,
-    "use_kl_in_reward": True,
-    "update_epoch": 1,
-    "global_batch_size": T * N,
-}
+EVERYTHING: dict[str, Any] = run_helpers.options("""clip_ratio_c=1.5 entropy_bonus=0.01
+    use_kl_loss=true kl_loss_coef=0.5 max_grad_norm=null use_kl_in_reward=true update_epoch=1""")
+EVERYTHING |= {"global_batch_size": T * N}
 MICRO_CASES = [
     ({"logprob_type": "token_level", "entropy_type": "token_level"}, False),
     ({"off_policy_correction": "token"}, False),
     ({"kl_loss_type": "full", "kl_penalty": "full"}, True),
     ({"minibatch_unit": "column", "off_policy_correction": "sequence"}, False),
     ({"minibatch_unit": "column", "ratio_level": "sequence", "policy_loss": "cispo"}, False),
-    *(
-        ({"minibatch_unit": "column", "loss_agg_func": aggregation}, False)
-        for aggregation in (
-            "token-mean",
-            "seq-mean-token-sum",
-            "seq-mean-token-mean",
-            "seq-mean-token-sum-norm",
-        )
-    ),
+    ({"minibatch_unit": "column", "loss_agg_func": "token-mean"}, False),
+    ({"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-sum"}, False),
+    ({"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-mean"}, False),
+    ({"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-sum-norm"}, False),
     ({"loss_agg_func": "trajectory-mean"}, False),
 ]
 
@@ -239,12 +220,8 @@ def padded(t: Trajectory, rows: int) -> Trajectory:
 @pytest.mark.parametrize("unit", ["step", "column"])
 @pytest.mark.parametrize("reward_norm", [None, "batch", "running"])
 def test_masked_rows_do_not_change_update(unit, reward_norm):
-    options = {
-        **EVERYTHING,
-        "minibatch_unit": unit,
-        "whiten_rewards": True,
-        "reward_norm": reward_norm,
-    }
+    options = {**EVERYTHING, "minibatch_unit": unit, "whiten_rewards": True}
+    options |= {"reward_norm": reward_norm}
     outcomes = []
     for extra in (0, 3):
         learner = make({**options, "global_batch_size": (T + extra) * N})
@@ -263,12 +240,8 @@ def test_masked_rows_do_not_change_update(unit, reward_norm):
 
 def test_fully_masked_rollout_changes_no_weight():
     learner = make(
-        {
-            "use_kl_in_reward": True,
-            "entropy_bonus": 0.01,
-            "entropy_target": 1.0,
-            "lr_schedule": "adaptive",
-        }
+        run_helpers.options("""use_kl_in_reward=true entropy_bonus=0.01 entropy_target=1.0
+            lr_schedule=adaptive""")
     )
     learner.update(experience(learner), update=0)  # momentum that would go on moving weights
     before, t = weights(learner), experience(learner)
@@ -460,10 +433,8 @@ def plain_ppo(
     old = t.log_prob.flatten(0, 1).sum((1, 2))
     optimizer = torch.optim.Adam(policy.parameters(), lr=c.lr, eps=c.adam_eps)
     for epoch in range(c.update_epoch):
-        order = torch.randperm(
-            T * N,
-            generator=torch.Generator().manual_seed(sampling_key(seed, update, "shuffle", epoch)),
-        )
+        g = torch.Generator().manual_seed(sampling_key(seed, update, "shuffle", epoch))
+        order = torch.randperm(T * N, generator=g)
         for i in order.split(c.global_batch_size):
             features = policy.trunk({VECTOR: obs[i]})
             assert policy.log_std is not None
@@ -474,11 +445,8 @@ def plain_ppo(
             policy_loss = torch.max(-advantage[i] * ratio, -advantage[i] * clipped).mean()
             near = value[i] + (new - value[i]).clamp(-0.2, 0.2)
             value_loss = 0.5 * torch.max((new - returns[i]) ** 2, (near - returns[i]) ** 2).mean()
-            loss = (
-                policy_loss
-                - c.entropy_bonus * normal.entropy().sum(-1).mean()
-                + c.value_loss_coef * value_loss
-            )
+            bonus = c.entropy_bonus * normal.entropy().sum(-1).mean()
+            loss = policy_loss - bonus + c.value_loss_coef * value_loss
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(policy.parameters(), 0.5)
@@ -486,13 +454,8 @@ def plain_ppo(
 
 
 def test_update_equals_cleanrl_ppo():
-    options = {
-        "entropy_bonus": 0.01,
-        "value_loss_coef": 0.5,
-        "huber_delta": None,
-        "update_epoch": 4,
-        "lr": 1e-3,
-    }
+    options = run_helpers.options("""entropy_bonus=0.01 value_loss_coef=0.5 huber_delta=null
+        update_epoch=4 lr=0.001""")
     learner, twin = (make(options, model={"normalize_obs": False}) for _ in range(2))
     assert isinstance(twin.policy, ActorCritic)
     t = full(experience(learner, noise=0.1))
@@ -500,9 +463,7 @@ def test_update_equals_cleanrl_ppo():
     learner.update(t, update=2)
     before = weights(make(options, model={"normalize_obs": False}))
     for name, x in weights(twin).items():
-        torch.testing.assert_close(
-            learner.optimizer.model.state_dict()[name], x, rtol=1e-4, atol=2e-6
-        )
+        torch.testing.assert_close(weights(learner)[name], x, rtol=1e-4, atol=2e-6)
         assert (x - before[name]).abs().max() > 1e-3  # 16 steps of 1e-3
 
 
@@ -526,9 +487,8 @@ def test_skipped_advantage_normalisation_is_reported():
     t = experience(learner, rows=1)
     t.mask[:] = torch.arange(N) == 0
     learner.update(t, update=0)
-    assert notices == [
-        "algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout"
-    ]
+    reason = "skipped, fewer than 2 samples in the rollout"
+    assert notices == [f"algorithm.normalize_advantages: {reason}"]
 
 
 # ------------------------------------------------------------------------------- steering the steps
@@ -547,9 +507,8 @@ def test_critic_warmup_trains_critic_only(shared):
         assert metrics["policy/grad_norm"] == 0 < metrics["value/grad_norm"]
         assert metrics["policy/clip_fraction"] == 0 and metrics["policy/approx_kl"] < 1e-9
     learner.update(experience(learner, seed=2), update=2)
-    assert not any(
-        torch.equal(p, start[name]) for name, p in learner.optimizer.model.named_parameters()
-    )
+    parameters = learner.optimizer.model.named_parameters()
+    assert not any(torch.equal(p, start[name]) for name, p in parameters)
 
 
 def test_target_kl_stop():
@@ -580,20 +539,13 @@ def test_learning_rates_of_actor_and_critic():
         ({"lr": 1e-3, "value_lr": 0.0}, 1e-3, 0.0),
     ):
         learner = make({**PLAIN, **options, "adam_eps": 1e-12})
-        start = [p.detach().clone() for p in (*learner.optimizer.actor, *learner.optimizer.critic)]
+        actors = len(learner.optimizer.actor)
+        parameters = [*learner.optimizer.actor, *learner.optimizer.critic]
+        start = [p.detach().clone() for p in parameters]
         learner.update(full(experience(learner, noise=0.1)), update=0)
-        moved = [
-            (p - q).abs().max().item()
-            for p, q in zip(
-                (*learner.optimizer.actor, *learner.optimizer.critic), start, strict=True
-            )
-        ]
-        assert moved[: len(learner.optimizer.actor)] == pytest.approx(
-            [actor] * len(learner.optimizer.actor), rel=1e-3
-        )
-        assert moved[len(learner.optimizer.actor) :] == pytest.approx(
-            [critic] * len(learner.optimizer.critic), rel=1e-2
-        )
+        moved = [(p - q).abs().max().item() for p, q in zip(parameters, start, strict=True)]
+        assert moved[:actors] == pytest.approx([actor] * actors, rel=1e-3)
+        assert moved[actors:] == pytest.approx([critic] * (len(moved) - actors), rel=1e-2)
 
 
 def test_adaptive_linear_learning_rate() -> None:
@@ -631,13 +583,9 @@ def test_entropy_target_adapts_bonus():
     entropy = ACTIONS * (0.5 * math.log(2 * math.pi * math.e))  # log_std = 0: 4.2568
     for target, direction in ((entropy + 5, 1), (entropy - 5, -1)):
         learner = make({**options, "entropy_target": target})
-        coefs = [
-            numbers(learner.update(experience(learner), update=u))["policy/entropy_coef"]
-            for u in range(3)
-        ]
-        assert coefs == pytest.approx(
-            [0.01 * math.exp(0.1 * direction * u) for u in range(3)], rel=1e-6
-        )
+        rows = [numbers(learner.update(experience(learner), update=u)) for u in range(3)]
+        expected = [0.01 * math.exp(0.1 * direction * u) for u in range(3)]
+        assert [row["policy/entropy_coef"] for row in rows] == pytest.approx(expected, rel=1e-6)
     assert "policy/entropy_coef" not in make(options).update(experience(make()), update=0)
 
 
@@ -668,14 +616,8 @@ def test_kl_penalty_is_subtracted_from_reward():
 def test_adaptive_kl_coefficient(aggregation):
     """e = clip(KL/target - 1, +-0.2) ; beta *= 1 + e n / horizon, for each aggregation."""
     ctrl = {"type": "adaptive", "kl_coef": 0.1, "horizon": 80, "target_kl": 1.0}
-    learner = make(
-        {
-            "use_kl_in_reward": True,
-            "kl_ctrl": ctrl,
-            "loss_agg_func": aggregation,
-            "minibatch_unit": "column",
-        }
-    )
+    options = {"use_kl_in_reward": True, "kl_ctrl": ctrl, "minibatch_unit": "column"}
+    learner = make({**options, "loss_agg_func": aggregation})
     metrics = numbers(learner.update(experience(learner), update=0))
     assert metrics["kl/coef"] == 0.1  # the value before the update
     assert abs(metrics["kl/to_reference"]) < 1e-5  # the policy training began with acted
@@ -748,9 +690,8 @@ def test_policy_metrics_by_hand():
     old = t.log_prob.clone()
     old[..., 0, 1] += shift
     advantage = torch.where(torch.arange(N) < 4, 1.0, -2.0).expand(T, N)
-    metrics = numbers(
-        learner.update(replace(t, log_prob=old, reward=t.value + advantage), update=0)
-    )
+    t = replace(t, log_prob=old, reward=t.value + advantage)
+    metrics = numbers(learner.update(t, update=0))
     # r = 1, 0.670, 1.492, 1.162. A = 1: clipped above 1.1 (two of four). A = -2: below 0.8 (one of
     # four).
     assert metrics["policy/clip_fraction"] == pytest.approx(3 / 8)
@@ -840,15 +781,9 @@ def test_group_advantages(adv_type):
 
 
 # --------------------------------------------------------------------------------------- checkpoint
-STATEFUL: dict[str, Any] = {
-    "lr_schedule": "adaptive",
-    "reward_norm": "running",
-    "use_kl_in_reward": True,
-    "use_kl_loss": True,
-    "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 50.0},
-    "entropy_bonus": 0.01,
-    "entropy_target": 3.0,
-}
+STATEFUL: dict[str, Any] = run_helpers.options("""lr_schedule=adaptive reward_norm=running
+    use_kl_in_reward=true use_kl_loss=true entropy_bonus=0.01 entropy_target=3.0""")
+STATEFUL |= {"kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 50.0}}
 
 
 def test_state_resumes_bit_for_bit():
@@ -879,14 +814,9 @@ def test_state_resumes_bit_for_bit():
 def test_constant_coefficients_follow_config_after_resume():
     learner = make(STATEFUL)
     learner.update(experience(learner), update=0)
-    options = {
-        "lr": 0.123,
-        "weight_decay": 0.5,
-        "entropy_bonus": 0.7,
-        "use_kl_in_reward": True,
-        "kl_ctrl": {"kl_coef": 0.9},
-        "adam_betas": [0.5, 0.999],
-    }
+    options = run_helpers.options("""lr=0.123 weight_decay=0.5 entropy_bonus=0.7
+        use_kl_in_reward=true adam_betas=[0.5,0.999]""")
+    options |= {"kl_ctrl": {"kl_coef": 0.9}}
     changed = make(options)
     changed.load_state(learner.state())
     metrics = numbers(changed.update(experience(changed), update=1))
@@ -903,46 +833,25 @@ def test_constant_coefficients_follow_config_after_resume():
 def test_gpu_update_equals_cpu_update(discrete):
     results = []
     for device in ("cpu", "cuda"):
-        options = {
-            **EVERYTHING,
-            **STATEFUL,
-            "off_policy_correction": "token",
-            "reward_norm": "running",
-        }
+        options = {**EVERYTHING, **STATEFUL, "off_policy_correction": "token"}
         learner = make(options, discrete=discrete, device=device)
-        t = tree.map(
-            lambda x, device=device: x.to(device),
-            experience(make(options, discrete=discrete), noise=0.3),
-        )
+        t = experience(make(options, discrete=discrete), noise=0.3)
+        t = tree.map(lambda x, device=device: x.to(device), t)
         results.append(numbers(learner.update(t, update=0)))
         assert all(p.is_cuda == (device == "cuda") for p in learner.optimizer.model.parameters())
     assert_close(results[0], results[1], rel=1e-3)
 
 
-GOLDEN_TAGS = (
-    "policy/loss",
-    "value/loss",
-    "policy/entropy",
-    "policy/approx_kl",
-    "advantage/std",
-    "policy/grad_norm",
-)
+GOLDEN_TAGS = run_helpers.words("""policy/loss value/loss policy/entropy policy/approx_kl
+    advantage/std policy/grad_norm""")
 GOLDEN = {  # those, and the sum of all weights' absolute values
     "gaussian": [-0.034117233, 4.505033, 4.2714901, 0.0094506652, 2.3729406, 2.2682903, 31.386405],
-    "categorical": [
-        -0.023480248,
-        5.1803288,
-        1.3553469,
-        0.0047311342,
-        2.5351651,
-        2.2558212,
-        32.628648,
-    ],
+    "discrete": [-0.023480248, 5.1803288, 1.3553469, 0.0047311342, 2.5351651, 2.2558212, 32.628648],
     "columns": [-0.16615319, 0.22671288, 28.789072, 0.0093913321, 0.646361, 9.6150904, 31.089889],
 }
 
 
-@pytest.mark.parametrize("name", ["gaussian", "categorical", "columns"])
+@pytest.mark.parametrize("name", ["gaussian", "discrete", "columns"])
 def test_update_equals_recorded_numbers(name):
     """Compare fixed seeds with recorded numbers, which a refactoring must not change.
 
@@ -950,21 +859,19 @@ def test_update_equals_recorded_numbers(name):
     """
     options = {
         "gaussian": {"entropy_bonus": 0.01, "lr_schedule": "cosine"},
-        "categorical": {"clip_ratio_c": 2.0, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        "discrete": {"clip_ratio_c": 2.0, "use_kl_loss": True, "kl_loss_coef": 0.1},
         "columns": {
             "minibatch_unit": "column",
             "loss_agg_func": "seq-mean-token-sum",
             "reward_norm": "running",
         },
     }[name]
-    learner, metrics = make({"lr": 1e-3, **options}, discrete=name == "categorical"), {}
+    learner, metrics = make({"lr": 1e-3, **options}, discrete=name == "discrete"), {}
     for update in range(3):
-        metrics = numbers(
-            learner.update(experience(learner, seed=update, noise=0.1), update=update)
-        )
-    total = sum(
-        float(p.detach().double().abs().sum()) for p in learner.optimizer.model.parameters()
-    )
+        t = experience(learner, seed=update, noise=0.1)
+        metrics = numbers(learner.update(t, update=update))
+    parameters = learner.optimizer.model.parameters()
+    total = sum(float(p.detach().double().abs().sum()) for p in parameters)
     results = [*(metrics[tag] for tag in GOLDEN_TAGS), total]
     print(name, [float(f"{value:.8g}") for value in results])
     assert results == pytest.approx(GOLDEN[name], rel=1e-5, abs=1e-6)

@@ -13,6 +13,7 @@ from functools import reduce
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -93,22 +94,12 @@ CASES: dict[str, dict[str, Any]] = {
     "everything": EVERYTHING,
     "column": {"minibatch_unit": "column", "loss_agg_func": "seq-mean-token-mean"},
     "groups": {"adv_type": "grpo", "group_size": 2, "normalize_advantages": False},
-    "sequences": {
-        "minibatch_unit": "column",
-        "ratio_level": "sequence",
-        "policy_loss": "cispo",
-        "adv_type": "dr_grpo",
-        "group_size": 2,
-        "normalize_advantages": False,
-    },
+    "sequences": run_helpers.options("""minibatch_unit=column ratio_level=sequence
+        policy_loss=cispo adv_type=dr_grpo group_size=2 normalize_advantages=false"""),
     "trajectories": {"loss_agg_func": "trajectory-mean", "bootstrap_type": "never"},
     "running": {"reward_norm": "running"},
-    "whitened": {
-        "reward_norm": "batch",
-        "reward_shift": True,
-        "reward_scale": True,
-        "whiten_rewards": True,
-    },
+    "whitened": run_helpers.options("""reward_norm=batch reward_shift=true reward_scale=true
+        whiten_rewards=true"""),
     "kl in reward": {
         "use_kl_in_reward": True,
         "kl_penalty": "k2",

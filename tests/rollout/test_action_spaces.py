@@ -96,23 +96,11 @@ needs_onnx = pytest.mark.skipif(
 
 
 def options(run_dir: Path, updates: int = 2, **kwargs: Any) -> Any:
-    return run_helpers.tiny_config(
-        {
-            "env.id": "test/Spaces-v0",
-            "env.simulator": "gymnasium",
-            "env.num_envs": 4,
-            "env.num_threads": 0,
-            "env.kwargs": {
-                key: value for key, value in kwargs.items() if key in ("kind", "mask", "obs")
-            },
-            "evaluation.episodes": 2,
-            "evaluation.video_episodes": 0,
-            "compile": "never",
-            "updates": updates,
-            "run_dir": str(run_dir),
-            **{key: x for key, x in kwargs.items() if key not in ("kind", "mask", "obs")},
-        }
-    )
+    task = {key: kwargs.pop(key) for key in ("kind", "mask", "obs") if key in kwargs}
+    base = run_helpers.options("""env.id=test/Spaces-v0 env.simulator=gymnasium env.num_envs=4
+        env.num_threads=0 evaluation.episodes=2 evaluation.video_episodes=0 compile=never""")
+    base |= {"env.kwargs": task, "updates": updates, "run_dir": str(run_dir)}
+    return run_helpers.tiny_config(base | kwargs)
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import run_helpers
 import torch
 
 from embodied_envs.base.errors import CheckpointError
@@ -21,14 +22,11 @@ from embodied_ppo.options.schema import Config
 from embodied_ppo.programs import runs
 from embodied_ppo.training import checkpoint
 
-OPTIONS = {
-    "updates": 2,
-    "save_every": 1,
-    "env": {"id": "CartPole-v1", "num_envs": 4, "num_threads": 1},
-    "model": {"hidden": [8]},
-    "algorithm": {"horizon": 8, "global_batch_size": 16, "update_epoch": 1},
-    "evaluation": {"episodes": 2, "num_envs": 2},
-}
+OPTIONS = run_helpers.nested(
+    run_helpers.options("""updates=2 save_every=1 env.id=CartPole-v1 env.num_envs=4
+    env.num_threads=1 model.hidden=[8] algorithm.horizon=8 algorithm.global_batch_size=16
+    algorithm.update_epoch=1 evaluation.episodes=2 evaluation.num_envs=2""")
+)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from run_helpers import options
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -117,31 +118,20 @@ def test_prompts() -> None:
 
 
 # --------------------------------------------------------------------------------------- checkpoint
+def with_biases(key: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of weights and of their biases."""
+    weights = {f"{key}.{name}.weight": shape for name, shape in shapes.items()}
+    return weights | {f"{key}.{name}.bias": shape[:1] for name, shape in shapes.items()}
+
+
 def tower_shapes(key: str, size: int, inner: int, layers: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes that both vision transformers of timm have."""
-    shapes: dict[str, tuple[int, ...]] = {
-        f"{key}.pos_embed": (1, P, size),
-        f"{key}.patch_embed.proj.weight": (size, 3, 7, 7),
-        f"{key}.patch_embed.proj.bias": (size,),
-        f"{key}.norm.weight": (size,),
-        f"{key}.norm.bias": (size,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {f"{key}.pos_embed": (1, P, size)}
+    shapes |= with_biases(key, {"patch_embed.proj": (size, 3, 7, 7), "norm": (size,)})
+    block = {"attn.qkv": (3 * size, size), "attn.proj": (size, size)}
+    block |= {"mlp.fc1": (inner, size), "mlp.fc2": (size, inner)}
     for i in range(layers):
-        for name, out, into in (
-            ("attn.qkv", 3 * size, size),
-            ("attn.proj", size, size),
-            ("mlp.fc1", inner, size),
-            ("mlp.fc2", size, inner),
-        ):
-            shapes |= {
-                f"{key}.blocks.{i}.{name}.weight": (out, into),
-                f"{key}.blocks.{i}.{name}.bias": (out,),
-            }
-        for name in ("norm1", "norm2"):
-            shapes |= {
-                f"{key}.blocks.{i}.{name}.weight": (size,),
-                f"{key}.blocks.{i}.{name}.bias": (size,),
-            }
+        shapes |= with_biases(f"{key}.blocks.{i}", {**block, "norm1": (size,), "norm2": (size,)})
     return shapes
 
 
@@ -150,45 +140,22 @@ def published_shapes() -> dict[str, tuple[int, ...]]:
     dino, siglip = "vision_backbone.featurizer", "vision_backbone.fused_featurizer"
     shapes = tower_shapes(dino, 16, 64, 3) | tower_shapes(siglip, 24, 40, 4)
     shapes |= {f"{dino}.cls_token": (1, 1, 16), f"{dino}.reg_token": (1, 4, 16)}
-    for i in range(3):
-        shapes |= {
-            f"{dino}.blocks.{i}.ls1.scale_factor": (16,),
-            f"{dino}.blocks.{i}.ls2.scale_factor": (16,),
-        }
+    shapes |= {f"{dino}.blocks.{i}.ls{n}.scale_factor": (16,) for i in range(3) for n in (1, 2)}
     shapes |= {f"{siglip}.attn_pool.latent": (1, 1, 24)}
-    for name, out, into in (
-        ("q", 24, 24),
-        ("kv", 48, 24),
-        ("proj", 24, 24),
-        ("mlp.fc1", 40, 24),
-        ("mlp.fc2", 24, 40),
-    ):
-        shapes |= {
-            f"{siglip}.attn_pool.{name}.weight": (out, into),
-            f"{siglip}.attn_pool.{name}.bias": (out,),
-        }
-    shapes |= {f"{siglip}.attn_pool.norm.weight": (24,), f"{siglip}.attn_pool.norm.bias": (24,)}
-    for name, out, into in (("fc1", 160, 40), ("fc2", 32, 160), ("fc3", 32, 32)):
-        shapes |= {f"projector.{name}.weight": (out, into), f"projector.{name}.bias": (out,)}
+    pool = {"q": (24, 24), "kv": (48, 24), "proj": (24, 24), "norm": (24,)}
+    pool |= {"mlp.fc1": (40, 24), "mlp.fc2": (24, 40)}
+    shapes |= with_biases(f"{siglip}.attn_pool", pool)
+    shapes |= with_biases("projector", {"fc1": (160, 40), "fc2": (32, 160), "fc3": (32, 32)})
     llama = "language_model.model"
-    shapes |= {
-        f"{llama}.embed_tokens.weight": (32064, 32),
-        "language_model.lm_head.weight": (32064, 32),
-    }
-    shapes |= {f"{llama}.norm.weight": (32,)}
+    shapes |= {f"{llama}.embed_tokens.weight": (32064, 32), f"{llama}.norm.weight": (32,)}
+    shapes |= {"language_model.lm_head.weight": (32064, 32)}
+    attention = {"q_proj": (32, 32), "k_proj": (16, 32), "v_proj": (16, 32), "o_proj": (32, 32)}
+    mlp = {"gate_proj": (48, 32), "up_proj": (48, 32), "down_proj": (32, 48)}
     for i in range(3):
-        for name, out, into in (
-            ("self_attn.q_proj", 32, 32),
-            ("self_attn.k_proj", 16, 32),
-            ("self_attn.v_proj", 16, 32),
-            ("self_attn.o_proj", 32, 32),
-            ("mlp.gate_proj", 48, 32),
-            ("mlp.up_proj", 48, 32),
-            ("mlp.down_proj", 32, 48),
-        ):
-            shapes[f"{llama}.layers.{i}.{name}.weight"] = (out, into)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{llama}.layers.{i}.{name}.weight"] = (32,)
+        layer = f"{llama}.layers.{i}"
+        shapes |= {f"{layer}.self_attn.{name}.weight": x for name, x in attention.items()}
+        shapes |= {f"{layer}.mlp.{name}.weight": x for name, x in mlp.items()}
+        shapes |= {f"{layer}.{x}_layernorm.weight": (32,) for x in ("input", "post_attention")}
     return shapes
 
 
@@ -199,29 +166,18 @@ def synthetic(seed: int = 0) -> dict[str, Tensor]:
 
 def config_json() -> dict[str, Any]:
     """Return the fields of openvla-7b, with other sizes in our field vision_sizes."""
-    return {
-        "arch_specifier": "no-align+fused-gelu-mlp",
-        "architectures": ["OpenVLAForActionPrediction"],
+    return options("""arch_specifier=no-align+fused-gelu-mlp
+        architectures=[OpenVLAForActionPrediction] hf_llm_id=meta-llama/Llama-2-7b-hf
+        image_resize_strategy=resize-naive image_sizes=[224,224]
+        llm_backbone_id=llama2-7b-pure llm_max_length=2048 model_type=openvla
+        n_action_bins=256 output_projector_states=false pad_to_multiple_of=64
+        pad_token_id=32000
+        timm_model_ids=[vit_large_patch14_reg4_dinov2.lvd142m,vit_so400m_patch14_siglip_224]
+        torch_dtype=bfloat16 use_fused_vision_backbone=true
+        vision_backbone_id=dinosiglip-vit-so-224px""") | {
         "auto_map": {"AutoConfig": "configuration_prismatic.OpenVLAConfig"},
-        "hf_llm_id": "meta-llama/Llama-2-7b-hf",
-        "image_resize_strategy": "resize-naive",
-        "image_sizes": [224, 224],
-        "llm_backbone_id": "llama2-7b-pure",
-        "llm_max_length": 2048,
-        "model_type": "openvla",
-        "n_action_bins": 256,
         "norm_stats": {"bridge_orig": {"action": STATS}},
-        "output_projector_states": False,
-        "pad_to_multiple_of": 64,
-        "pad_token_id": 32000,
         "text_config": {"model_type": "llama", "torch_dtype": "bfloat16", **CONFIG.text},
-        "timm_model_ids": [
-            "vit_large_patch14_reg4_dinov2.lvd142m",
-            "vit_so400m_patch14_siglip_224",
-        ],
-        "torch_dtype": "bfloat16",
-        "use_fused_vision_backbone": True,
-        "vision_backbone_id": "dinosiglip-vit-so-224px",
         "vision_sizes": {"dino": CONFIG.dino, "siglip": CONFIG.siglip, "image_size": 28},
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import options
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data.prompts import Prompt
@@ -20,18 +21,10 @@ from embodied_ppo.rollout.rewards.reward_model import RewardModel, load
 
 transformers = pytest.importorskip("transformers")
 WORDS = ["[pad]", "[eos]", *"abcdefghijklmnopqrst", "\n", "?"]
-SMALL: dict[str, Any] = {
-    "vocab_size": len(WORDS),
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-}
+SMALL: dict[str, Any] = options("""hidden_size=32 intermediate_size=64 num_hidden_layers=2
+    num_attention_heads=4 num_key_value_heads=2 max_position_embeddings=64 pad_token_id=0
+    bos_token_id=null eos_token_id=1""")
+SMALL |= {"vocab_size": len(WORDS)}
 FAMILIES = ("qwen2", "llama")
 
 
