@@ -59,27 +59,30 @@ import numpy as np
 def quat2axisangle(q): return np.zeros(3)
 """
 MODULES = {
-    "libero/__init__.py": "",
-    "libero/libero/__init__.py": "",
     "libero/libero/benchmark/__init__.py": BENCHMARK,
     "libero/libero/envs/__init__.py": ENVS,
-    "robosuite/__init__.py": "",
-    "robosuite/utils/__init__.py": "",
     "robosuite/utils/binding_utils.py": "class MjSim: ...\n",
     "robosuite/utils/transform_utils.py": QUATERNIONS,
 }
 
 
-def install(folder: Path, patch: pytest.MonkeyPatch) -> None:
-    """Write the packages into a folder and put it first on the path of this process."""
-    for name, text in MODULES.items():
+def install_packages(folder: Path, files: dict[str, str], patch: pytest.MonkeyPatch) -> None:
+    """Write packages into a folder and put it first on the path of this process."""
+    for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    for name in libero_env._ASSETS:
-        (folder / "libero/libero/assets" / name).mkdir(parents=True)
+        for parent in Path(name).parents[:-1]:
+            (folder / parent / "__init__.py").touch()
     patch.syspath_prepend(str(folder))
-    for file in MODULES:
-        name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    for file in folder.rglob("*.py"):
+        name = ".".join(file.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
         # After the test, ``patch`` restores the module, or removes the one that the test imported.
         patch.setitem(sys.modules, name, sys)
         del sys.modules[name]
+
+
+def install(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Install LIBERO and robosuite."""
+    install_packages(folder, MODULES, patch)
+    for name in libero_env._ASSETS:
+        (folder / "libero/libero/assets" / name).mkdir(parents=True)

@@ -25,23 +25,13 @@ def write_mlp(folder: Path) -> Path:
 def write_pi0(folder: Path) -> Path:
     """Train a tiny π0 that reads the camera, the state and a sentence for one update."""
     write_checkpoint(folder.with_name("pi0_checkpoint"), max_state_dim=12)
-    config = {
-        "env.id": "Tabletop",
+    config = run_helpers.options("""env.id=Tabletop env.cameras=[front] env.image_size=32
+        env.num_envs=2 env.num_threads=1 env.action_chunk=2 model.policy=flow
+        model.shared_backbone=true algorithm.horizon=4 algorithm.global_batch_size=8
+        algorithm.update_epoch=1 updates=1 evaluation.episodes=0 compile=never""")
+    config |= {
         "env.kwargs": {"obs": "language", "families": ["reach"]},
-        "env.cameras": ["front"],
-        "env.image_size": 32,
-        "env.num_envs": 2,
-        "env.num_threads": 1,
-        "env.action_chunk": 2,
-        "model.policy": "flow",
         "model.checkpoint": str(folder.with_name("pi0_checkpoint")),
-        "model.shared_backbone": True,
-        "algorithm.horizon": 4,
-        "algorithm.global_batch_size": 8,
-        "algorithm.update_epoch": 1,
-        "updates": 1,
-        "evaluation.episodes": 0,
-        "compile": "never",
         "run_dir": str(folder),
     }
     options = {name.replace(".", "__"): x for name, x in config.items()}

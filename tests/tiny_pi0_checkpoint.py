@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import run_helpers
 import torch
 from safetensors.torch import save_file
 
@@ -29,18 +30,9 @@ def tiny_config(*, key_heads: int = 1, **fields: Any) -> Any:
         "num_key_value_heads": key_heads,
     }
     gemma |= {"head_dim": 8, "vocab_size": 300}
-    vision = {
-        "model_type": "siglip_vision_model",
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "patch_size": 8,
-    }
-    vision |= {
-        "image_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "vision_use_head": False,
-    }
+    vision = run_helpers.options("""model_type=siglip_vision_model hidden_size=32 patch_size=8
+        intermediate_size=64 image_size=16 num_hidden_layers=2 num_attention_heads=2
+        vision_use_head=false""")
     vlm = {
         "model_type": "paligemma",
         "text_config": gemma | {"hidden_size": 64, "intermediate_size": 128},

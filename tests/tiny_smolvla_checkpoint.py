@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run_helpers import options
 from safetensors.torch import save_file
 from tiny_pi0_checkpoint import write_tokenizer
 
@@ -21,14 +22,9 @@ TEXT = {"hidden_size": 48, "intermediate_size": 64, "num_attention_heads": 6}
 TEXT |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300}
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 VISION |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 4}
-CONFIG = {
-    "type": "smolvla",
-    "chunk_size": 6,
-    "max_state_dim": 8,
-    "max_action_dim": 8,
-    "num_vlm_layers": 4,
-    "vlm_config": {"text": TEXT, "vision": VISION, "scale_factor": 2},
-}
+CONFIG = options("""type=smolvla chunk_size=6 max_state_dim=8 max_action_dim=8
+    num_vlm_layers=4""")
+CONFIG |= {"vlm_config": {"text": TEXT, "vision": VISION, "scale_factor": 2}}
 
 
 def published_key(key: str) -> str:

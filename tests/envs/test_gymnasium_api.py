@@ -8,6 +8,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import run_helpers
 import torch
 from gymnasium.utils.env_checker import check_env
 
@@ -20,12 +21,8 @@ from embodied_envs.types import Box
 
 N = 3
 TABLETOP = "embodied/Tabletop-v0"
-LANGUAGE: dict[str, Any] = {
-    "families": ["reach", "push"],
-    "obs": "language",
-    "cameras": ["front"],
-    "image_size": 16,
-}
+LANGUAGE: dict[str, Any] = run_helpers.options("""families=[reach,push] obs=language
+    cameras=[front] image_size=16""")
 
 
 def vector(**options: Any) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import toy_envs
 
 from embodied_envs import task_files
@@ -52,16 +53,12 @@ FILES = {
     ),
 }
 OWN = {name for name in FILES if "unused" not in name}
-SMALL = {
-    "name": "arm",
-    "updates": 1,
-    "device": "cpu",
-    "compile": "never",
-    "env": {"id": "arm:Arm", "num_envs": 2, "num_threads": 1},
-    "model": {"hidden": [8]},
-    "algorithm": {"horizon": 8, "global_batch_size": 16, "update_epoch": 1},
-    "evaluation": {"episodes": 1, "num_envs": 1},
-}
+SMALL = run_helpers.nested(
+    run_helpers.options("""name=arm updates=1 device=cpu compile=never env.id=arm:Arm
+    env.num_envs=2 env.num_threads=1 model.hidden=[8] algorithm.horizon=8
+    algorithm.global_batch_size=16 algorithm.update_epoch=1 evaluation.episodes=1
+    evaluation.num_envs=1""")
+)
 
 
 @pytest.fixture

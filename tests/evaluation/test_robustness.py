@@ -124,15 +124,9 @@ def test_value_that_cannot_be_simulated_has_a_reason() -> None:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("robustness") / "run"
-    options = {
-        "env.id": "HalfCheetah",
-        "env.max_episode_steps": 10,
-        "model.history": 2,
-        "evaluation.video_episodes": 0,
-        "evaluation.episodes": 2,
-        "updates": 2,
-        "run_dir": str(run_dir),
-    }
+    options = run_helpers.options("""env.id=HalfCheetah env.max_episode_steps=10
+        model.history=2 evaluation.video_episodes=0 evaluation.episodes=2 updates=2""")
+    options |= {"run_dir": str(run_dir)}
     runs.train(run_helpers.tiny_config(options), quiet=True)
     return run_dir
 

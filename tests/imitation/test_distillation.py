@@ -35,27 +35,16 @@ from embodied_ppo.training import trained_run
 from embodied_ppo.training.trained_run import TrainedRun
 from tests.integration.test_resume import assert_same, contents, rows
 
-TASK: dict[str, Any] = {
-    "env": {"id": "toy_envs:Grouped", "num_envs": 8, "num_threads": 1, "max_episode_steps": 16},
-    "algorithm": {"horizon": 8, "global_batch_size": 64, "update_epoch": 1},
-    "evaluation": {"episodes": 2, "video_episodes": 0},
-    "compile": "never",
-}
-TEACHER = {
-    "model": {
-        "hidden": [16],
-        "actor_obs": ["state", "privileged"],
-        "critic_obs": ["state", "privileged"],
-    },
-    "updates": 1,
-}
+TASK: dict[str, Any] = run_helpers.nested(
+    run_helpers.options("""env.id=toy_envs:Grouped env.num_envs=8 env.num_threads=1 compile=never
+    env.max_episode_steps=16 algorithm.horizon=8 algorithm.global_batch_size=64
+    algorithm.update_epoch=1 evaluation.episodes=2 evaluation.video_episodes=0""")
+)
+ALL_GROUPS = {"actor_obs": ["state", "privileged"], "critic_obs": ["state", "privileged"]}
+TEACHER = {"model": {"hidden": [16], **ALL_GROUPS}, "updates": 1}
 STUDENT = {
-    "model": {
-        "hidden": [32],
-        "shared_backbone": False,
-        "actor_obs": ["state"],
-        "critic_obs": ["state", "privileged"],
-    },
+    "model": run_helpers.options("""hidden=[32] shared_backbone=false actor_obs=[state]
+        critic_obs=[state,privileged]"""),
     "distillation": {"teacher_share_updates": 2, "lr": 1e-2},
     "updates": 4,
     "save_every": 2,

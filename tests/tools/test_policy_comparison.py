@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import run_helpers
 from run_helpers import run_command
 
 import embodied_ppo as ep
@@ -14,16 +15,9 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.commands import main
 from embodied_ppo.tools import policy_comparison
 
-TINY = {
-    "env__num_envs": 8,
-    "env_steps": 512,
-    "algorithm__horizon": 16,
-    "algorithm__global_batch_size": 64,
-    "evaluation__episodes": 4,
-    "evaluation__video_episodes": 0,
-    "compile": "never",
-    "progress": False,
-}
+TINY = run_helpers.options("""env__num_envs=8 env_steps=512 algorithm__horizon=16
+    algorithm__global_batch_size=64 evaluation__episodes=4 evaluation__video_episodes=0
+    compile=never progress=false""")
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 from torch import Tensor
 
@@ -19,22 +20,10 @@ from embodied_ppo.ppo.minibatches import take
 from embodied_ppo.tools import reexecution
 from tests.integration.test_resume import assert_same, contents, rows
 
-TINY: dict[str, Any] = {
-    "env__num_envs": 8,
-    "env__num_threads": 1,
-    "updates": 5,
-    "save_every": 2,
-    "eval_every": 2,
-    "algorithm__horizon": 16,
-    "algorithm__global_batch_size": 64,
-    "algorithm__update_epoch": 2,
-    "algorithm__lr_schedule": "linear",
-    "algorithm__reward_norm": "running",
-    "evaluation__episodes": 2,
-    "evaluation__video_episodes": 0,
-    "compile": "never",
-    "progress": False,
-}
+TINY: dict[str, Any] = run_helpers.options("""env__num_envs=8 env__num_threads=1 updates=5
+    save_every=2 eval_every=2 algorithm__horizon=16 algorithm__global_batch_size=64
+    algorithm__update_epoch=2 algorithm__lr_schedule=linear algorithm__reward_norm=running
+    evaluation__episodes=2 evaluation__video_episodes=0 compile=never progress=false""")
 
 
 def files(run_dir: Path) -> dict[Path, tuple[int, bytes]]:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+import run_helpers
 import yaml
 
 from embodied_envs.robots.robot_model import RobotModel
@@ -69,14 +70,9 @@ def test_prepared_robots_hold_home_and_train(
     assert main.main(command) == 0
     assert "diverges" not in capsys.readouterr().out
     monkeypatch.syspath_prepend(tmp_path / "task")
-    small = [
-        "env.num_envs=4",
-        "algorithm.horizon=16",
-        "algorithm.global_batch_size=32",
-        "updates=2",
-    ]
-    small += ["evaluation.episodes=1", "evaluation.num_envs=1", "evaluation.video_episodes=0"]
-    small += ["env.max_episode_steps=20", "compile=never", "run_dir=run"]
+    small = run_helpers.words("""env.num_envs=4 algorithm.horizon=16 updates=2 run_dir=run
+        algorithm.global_batch_size=32 evaluation.episodes=1 evaluation.num_envs=1
+        evaluation.video_episodes=0 env.max_episode_steps=20 compile=never""")
     train = ["train", "--quiet", "--config-dir", configs, f"experiment={name}_gpu"]
     assert main.main([*train, *small]) == 0
     assert json.loads(Path("run/summary.json").read_text())["updates"] == 2

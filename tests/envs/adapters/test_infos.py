@@ -119,14 +119,8 @@ def test_extras_of_batched_environments_become_curves(tmp_path, monkeypatch) -> 
         return obs, reward, fell, out, info
 
     monkeypatch.setattr(torch_tasks.Cart, "step", step)
-    options = {
-        "env.id": "torch_tasks:cart",
-        "env.simulator": "torch",
-        "env.num_threads": 0,
-        "evaluation.episodes": 2,
-        "updates": 4,
-        "save_every": 2,
-    }
+    options = run_helpers.options("""env.id=torch_tasks:cart env.simulator=torch
+        env.num_threads=0 evaluation.episodes=2 updates=4 save_every=2""")
     path = tmp_path / "run"
     runs.train(run_helpers.tiny_config({**options, "run_dir": str(path)}), quiet=True)
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
+import fake_libero
 import pytest
 import torch
 
@@ -75,8 +75,6 @@ class lift_pot:
         self.eval_success = self.x > 0.25
 """
 CALVIN = {
-    "calvin_agent/__init__.py": "",
-    "calvin_agent/evaluation/__init__.py": "",
     "calvin_agent/evaluation/multistep_sequences.py": """
 def get_sequences(count):
     return [({"led": i}, ("open_drawer", "push_block")) for i in range(count)]
@@ -84,8 +82,6 @@ def get_sequences(count):
     "calvin_agent/evaluation/utils.py": """
 def get_env_state_for_initial_condition(state): return state["led"], 0
 """,
-    "calvin_env/__init__.py": "",
-    "calvin_env/envs/__init__.py": "",
     "calvin_env/envs/play_table_env.py": """
 import numpy as np
 class Env:
@@ -114,9 +110,6 @@ class OmegaConf:
 """,
 }
 MANISKILL = {
-    "mani_skill/__init__.py": "",
-    "mani_skill/vector/__init__.py": "",
-    "mani_skill/vector/wrappers/__init__.py": "",
     "mani_skill/envs/__init__.py": """
 import gymnasium
 from types import SimpleNamespace
@@ -165,16 +158,12 @@ FILES = {
     "maniskill": MANISKILL,
     "simpler": {"simpler_env/__init__.py": SIMPLER},
     "robocasa": {
-        "robocasa/__init__.py": "",
-        "robocasa/utils/__init__.py": "",
-        "robocasa/environments/__init__.py": "",
-        "robocasa/environments/kitchen/__init__.py": "",
         "robocasa/environments/kitchen/kitchen.py": (
             "REGISTERED_KITCHEN_ENVS = {'PickPlaceCounterToSink': object}"
         ),
         "robocasa/utils/env_utils.py": ROBOCASA,
     },
-    "robotwin": {"envs/__init__.py": "", "envs/_base_task.py": "", "envs/lift_pot.py": ROBOTWIN},
+    "robotwin": {"envs/_base_task.py": "", "envs/lift_pot.py": ROBOTWIN},
     "calvin": CALVIN,
 }
 
@@ -182,49 +171,28 @@ FILES = {
 @pytest.fixture
 def install(tmp_path, monkeypatch) -> Any:
     """Return a function that installs a package of FILES."""
-
-    def write(name: str) -> None:
-        for file, text in FILES[name].items():
-            (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / file).write_text(text)
-            module = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-            monkeypatch.setitem(sys.modules, module, sys)
-            del sys.modules[module]
-        monkeypatch.syspath_prepend(str(tmp_path))
-
-    return write
+    return lambda name: fake_libero.install_packages(tmp_path, FILES[name], monkeypatch)
 
 
 def make(id: str, simulator: str, n: int = 2, **options: Any) -> VectorEnv:
     kwargs = options.pop("kwargs", {})
     kwargs = kwargs if simulator == "maniskill" else {"processes": False, **kwargs}
-    return embodied_envs.make(
-        id,
-        num_envs=n,
-        seeds=list(range(n)),
-        simulator=simulator,
-        image_size=(4, 6),
-        kwargs=kwargs,
-        **options,
-    )
+    options |= {"seeds": list(range(n)), "simulator": simulator, "image_size": (4, 6)}
+    return embodied_envs.make(id, num_envs=n, kwargs=kwargs, **options)
 
 
+SINK = "PickPlaceCounterToSink"
+PICK, LIFT = ("pick the apple", "pick the can"), ("lift the pot", "raise it")
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, int]] = {
     "simpler": ("widowx_carrot_on_plate", {}, ("put carrot on plate",), 7, 60),
     "robocasa": (
         "PickPlaceCounterToSink",
-        {"sentences": ["pick the apple", "pick the can"], "split": "target"},
-        ("pick the apple", "pick the can"),
+        {"sentences": [*PICK], "split": "target"},
+        PICK,
         12,
         500,
     ),
-    "robotwin": (
-        "lift_pot",
-        {"sentences": ["lift the pot", "raise it"], "data_type": {"rgb": True}},
-        ("lift the pot", "raise it"),
-        14,
-        400,
-    ),
+    "robotwin": ("lift_pot", {"sentences": [*LIFT], "data_type": {"rgb": True}}, LIFT, 14, 400),
     "calvin": ("CALVIN", {"dataset": "D"}, ("pull the handle", "push the block"), 7, 1800),
 }
 """Simulator -> id, kwargs, sentences, size of actions, time limit."""
@@ -259,14 +227,10 @@ def test_named_simulator_has_images_sentences_and_success(
     # CALVIN's chain has two subtasks of two steps here; the sentence is that of the second one.
     sentences_at = [x.obs["instruction"].tolist() for x in steps if "instruction" in x.obs]
     assert name != "calvin" or sentences_at[2] == [1, 0]
-    ends = [
-        (x.success.tolist(), x.terminated.tolist(), x.reward.tolist())
-        for x in steps
-        if x.success is not None
-    ]
-    assert ends == [([False] * 2, [False] * 2, [0, 0])] * (len(steps) - 1) + [
-        ([True, False], [True, False], [1, 0])
-    ]
+    ends = [(x.success, x.terminated, x.reward) for x in steps if x.success is not None]
+    ends = [[x.tolist() for x in end] for end in ends]
+    assert ends[:-1] == [[[False] * 2, [False] * 2, [0, 0]]] * (len(steps) - 1)
+    assert ends[-1] == [[True, False], [True, False], [1, 0]]
     env.close()
 
 
@@ -304,17 +268,17 @@ def test_errors_name_package_sentences_and_subtasks(install: Any) -> None:
         make("CALVIN", "calvin", kwargs={"dataset": "no"})
     for sentences in (3, "pick the apple", ["pick", 3]):
         with pytest.raises(EnvError, match=r"^write a list of texts: env\.kwargs\.sentences="):
-            make("PickPlaceCounterToSink", "robocasa", kwargs={"sentences": sentences})
+            make(SINK, "robocasa", kwargs={"sentences": sentences})
     with pytest.raises(EnvError, match=r"env\.kwargs"):
         make("widowx_stack_cube", "simpler", kwargs={"foo": 1})
     with pytest.raises(EnvError, match=r"write env\.kwargs\.sentences"):
-        make("PickPlaceCounterToSink", "robocasa")
+        make(SINK, "robocasa")
     with pytest.raises(EnvError, match="did you mean PickPlaceCounterToSink"):
         make("PickPlaceCounterToSin", "robocasa", kwargs={"sentences": ["pick the pear"]})
     env = make("google_robot_open_drawer", "simpler")
     assert env.instructions == ("open top drawer", "open middle drawer", "open bottom drawer")
     env.close()
-    env = make("PickPlaceCounterToSink", "robocasa", kwargs={"sentences": ["pick the pear"]})
+    env = make(SINK, "robocasa", kwargs={"sentences": ["pick the pear"]})
     with pytest.raises(EnvError, match=r"add 'pick the (apple|can)' to env.kwargs.sentences"):
         env.reset()
     env.close()

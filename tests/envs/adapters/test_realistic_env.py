@@ -6,6 +6,7 @@ from typing import Any
 
 import mujoco
 import pytest
+import run_helpers
 import torch
 import toy_envs
 from torch import Tensor
@@ -158,15 +159,8 @@ def test_rate_limit_bounds_each_change_and_reaches_the_action() -> None:
     assert executed == pytest.approx([0.25, 0.5, 0.75, 1.0, 0.75, 0.5, 0.25])
 
 
-ALL = {
-    "action_delay": [0, 2],
-    "joint_delay": [0, 1],
-    "obs_delay": [0, 3],
-    "obs_noise": 0.1,
-    "obs_bias": 0.1,
-    "obs_dropout": 0.2,
-    "action_rate_limit": 0.5,
-}
+ALL = run_helpers.options("""action_delay=[0,2] joint_delay=[0,1] obs_delay=[0,3]
+    obs_noise=0.1 obs_bias=0.1 obs_dropout=0.2 action_rate_limit=0.5""")
 
 
 @pytest.mark.parametrize("saves", [True, False], ids=["state", "replay"])

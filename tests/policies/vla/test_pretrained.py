@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 from run_helpers import run_command
 from safetensors.torch import load_file, save_file
@@ -297,24 +298,10 @@ def test_options_that_do_not_fit_the_checkpoint_are_refused(
 
 
 # ------------------------------------------------------------------------------------- commands
-TINY = [
-    "experiment=tabletop_token",
-    f"model.bins={K}",
-    "cloning.steps=0",
-    "env.num_envs=4",
-    "env.max_episode_steps=8",
-    "env_steps=null",
-    "updates=2",
-    "algorithm.horizon=4",
-    "algorithm.global_batch_size=8",
-    "algorithm.micro_batch_size=4",
-    "eval_every=2",
-    "save_every=1",
-    "evaluation.episodes=2",
-    "evaluation.num_envs=2",
-    "evaluation.video_episodes=0",
-    "device=cpu",
-]
+TINY = run_helpers.words(f"""experiment=tabletop_token model.bins={K} cloning.steps=0
+    env.num_envs=4 env.max_episode_steps=8 env_steps=null updates=2 algorithm.horizon=4
+    algorithm.global_batch_size=8 algorithm.micro_batch_size=4 eval_every=2 save_every=1
+    evaluation.episodes=2 evaluation.num_envs=2 evaluation.video_episodes=0 device=cpu""")
 
 
 def add_tabletop_statistics(folder: Path) -> Path:
@@ -327,14 +314,9 @@ def add_tabletop_statistics(folder: Path) -> Path:
 @pytest.mark.slow
 def test_train_evaluate_and_export(published: Path, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    options = [
-        f"model.checkpoint={published}",
-        "model.lora_rank=2",
-        "run_dir=run",
-        "algorithm.use_kl_loss=true",
-        "model.unnorm_key=four",
-        "model.decode=autoregressive",
-    ]
+    options = run_helpers.words("""model.lora_rank=2 run_dir=run algorithm.use_kl_loss=true
+        model.unnorm_key=four model.decode=autoregressive""")
+    options += [f"model.checkpoint={published}"]
     add_tabletop_statistics(published)
     summary = run_command(capsys, "train", *TINY, *options)
     assert summary["updates"] == 2 and summary["env_steps"] == 2 * 4 * 4 * 4

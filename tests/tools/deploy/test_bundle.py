@@ -36,14 +36,9 @@ pytestmark = pytest.mark.skipif(
     reason="needs onnx and onnxruntime: pip install 'embodied-ppo[export]'",
 )
 STEPS = 100
-CHEETAH: dict[str, Any] = {
-    "env.id": "HalfCheetah",
-    "env.max_episode_steps": STEPS,
-    "evaluation.episodes": 2,
-    "evaluation.video_episodes": 0,
-    "compile": "never",
-    "updates": 3,
-}
+CHEETAH: dict[str, Any] = run_helpers.options("""env.id=HalfCheetah evaluation.episodes=2
+    evaluation.video_episodes=0 compile=never updates=3""")
+CHEETAH |= {"env.max_episode_steps": STEPS}
 JOINTS = ["bthigh", "bshin", "bfoot", "fthigh", "fshin", "ffoot"]
 
 
@@ -95,15 +90,8 @@ def test_policy_json_names_order_units_limits_and_origin(cheetah: Path) -> None:
     assert info["action_mapping"] == "rescale"
     assert [joint["name"] for joint in info["joints"]][-6:] == JOINTS
     assert info["actuators"][0] == {
-        "name": "bthigh",
-        "joint": "bthigh",
-        "kind": "motor",
-        "unit": "N m/gear",
-        "gear": 120,
-        "range": [-1, 1],
-        "kp": None,
-        "kd": None,
-        "force": None,
+        **{"name": "bthigh", "joint": "bthigh", "kind": "motor", "unit": "N m/gear"},
+        **{"gear": 120, "range": [-1, 1], "kp": None, "kd": None, "force": None},
     }
     assert info["ctrl_of_action"] == {"offset": [0] * 6, "scale": [1] * 6}
     source, _, _ = trained_run.open_run(str(cheetah / "run"))
@@ -345,15 +333,9 @@ def test_bundles_that_cannot_be_read_are_refused(
 def remembering(tmp_path_factory) -> Path:
     """A folder with a run and the bundle of a policy with a history and a recurrent critic."""
     folder = tmp_path_factory.mktemp("memory")
-    options = {
-        **CHEETAH,
-        "env.kwargs": {"velocities": False},
-        "model.history": 3,
-        "model.recurrent": "lstm",
-        "model.recurrent_size": 4,
-        "model.shared_backbone": False,
-        "algorithm.minibatch_unit": "column",
-    }
+    options = run_helpers.options("""model.history=3 model.recurrent=lstm
+        model.recurrent_size=4 model.shared_backbone=false algorithm.minibatch_unit=column""")
+    options |= {**CHEETAH, "env.kwargs": {"velocities": False}}
     train(folder / "run", options)
     summary = policy_export.export(str(folder / "run"), str(folder / "out"))
     assert summary["recorded_steps"] == 4 * STEPS and summary["action_difference"] < 1e-5

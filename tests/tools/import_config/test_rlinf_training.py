@@ -24,13 +24,8 @@ from tests.tools.import_config.test_rlinf_files import FILES, READY
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libero") is not None, reason="LIBERO itself is installed"
 )
-REPRESENTATIVES = (
-    "libero_spatial_ppo_openpi",
-    "libero_10_grpo_openpi_pi05",
-    "libero_spatial_async_ppo_openpi_pi05",
-    "libero_goal_grpo_openvlaoft",
-    "libero_spatial_0_grpo_mlp",
-)
+REPRESENTATIVES = run_helpers.words("""libero_spatial_ppo_openpi libero_10_grpo_openpi_pi05
+    libero_spatial_async_ppo_openpi_pi05 libero_goal_grpo_openvlaoft libero_spatial_0_grpo_mlp""")
 
 
 def write_model(folder: Path, name: str, unnorm_key: str | None) -> Path:
@@ -50,23 +45,13 @@ def train_tiny(options: dict[str, Any], folder: Path, name: str, **more: Any) ->
     """Train experiment/x.yaml below the current folder for two updates; return their metrics."""
     chunk, group = options["env.action_chunk"], options["algorithm.group_size"]
     envs = max(2, group)
-    small: dict[str, Any] = {
-        "env.num_envs": envs,
-        "env.max_episode_steps": 2 * chunk,
-        "env.image_size": 32,
-        "env.kwargs.processes": "false",
-        "algorithm.horizon": 2,
-        "algorithm.rollout_epoch": 3,
-        "algorithm.global_batch_size": 2 * envs,  # 3 optimiser steps of an epoch
-        "algorithm.micro_batch_size": envs,
-        "evaluation.episodes": 2,
-        "evaluation.num_envs": 2,
-        "evaluation.video_episodes": 0,
-        "updates": 2,
-        "run_dir": "run",
-        "device": "cpu",
-        **more,
-    }
+    # 3 optimiser steps of an epoch
+    small = run_helpers.options(f"""env.num_envs={envs} env.max_episode_steps={2 * chunk}
+        env.image_size=32 env.kwargs.processes='false' algorithm.horizon=2
+        algorithm.rollout_epoch=3 algorithm.global_batch_size={2 * envs} evaluation.num_envs=2
+        algorithm.micro_batch_size={envs} evaluation.episodes=2 evaluation.video_episodes=0
+        updates=2 run_dir=run device=cpu""")
+    small |= more
     if "model.checkpoint" in options:
         key = options.get("model.unnorm_key")
         small["model.checkpoint"] = write_model(folder, name, key)
