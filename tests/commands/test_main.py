@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import yaml
 from run_helpers import run_command, tables
 
@@ -26,17 +27,9 @@ from embodied_ppo.options import readers
 from embodied_ppo.options.config_folders import shipped
 from embodied_ppo.options.schema import OWN_OPTIONS, Config, EvaluateConfig
 
-TINY = [
-    "experiment=cartpole",
-    "env.num_envs=4",
-    "algorithm.horizon=8",
-    "algorithm.global_batch_size=32",
-    "algorithm.update_epoch=1",
-    "updates=1",
-    "evaluation.episodes=1",
-    "evaluation.num_envs=1",
-    "device=cpu",
-]
+TINY = run_helpers.words("""experiment=cartpole env.num_envs=4 algorithm.horizon=8
+    algorithm.global_batch_size=32 algorithm.update_epoch=1 updates=1 evaluation.episodes=1
+    evaluation.num_envs=1 device=cpu""")
 
 
 GSM8K = ["actor.model.path", "data.eval", "data.train"]
@@ -282,13 +275,8 @@ def test_command_line_overrides_files_under_any_alias(capsys, user_configs: Path
         "algorithm.pg_clip=0.3",
         "algorithm.dual_clip_loss=true",
     )
-    paths = (
-        "algorithm.clip_ratio_low",
-        "algorithm.clip_ratio_high",
-        "algorithm.clip_ratio_c",
-        "algorithm.gamma",
-    )
-    assert values(rows, *paths) == [0.3, 0.3, 1.6, 0.9]
+    names = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "gamma")
+    assert values(rows, *(f"algorithm.{x}" for x in names)) == [0.3, 0.3, 1.6, 0.9]
     rows = config(
         capsys, "--config-dir", user_configs, "--config-name", "mine", "algorithm.value_loss_coef=2"
     )
@@ -312,15 +300,9 @@ def test_group_on_the_command_line_overrides_the_experiment(capsys, user_configs
 
 
 def test_values_of_all_types(capsys) -> None:
-    flags = [
-        "env.kwargs.a=1",
-        "env.kwargs.b=[x,2]",
-        "model.hidden=[8,4]",
-        "run_dir=runs/${algorithm.gamma}-${seed}",
-    ]
-    rows = config(
-        capsys, "experiment=null", *flags, "+seed=4", "++updates=2", "algorithm={gamma: 0.5}"
-    )
+    flags = run_helpers.words("""experiment=null env.kwargs.a=1 env.kwargs.b=[x,2] +seed=4
+        model.hidden=[8,4] run_dir=runs/${algorithm.gamma}-${seed} ++updates=2""")
+    rows = config(capsys, *flags, "algorithm={gamma: 0.5}")
     paths = ("env.kwargs", "model.hidden", "run_dir", "seed", "updates", "algorithm.gamma")
     assert values(rows, *paths) == [{"a": 1, "b": ["x", 2]}, [8, 4], "runs/0.5-4", 4, 2, 0.5]
 

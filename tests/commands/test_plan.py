@@ -7,22 +7,16 @@ import shlex
 from typing import Any
 
 import pytest
+import run_helpers
 from tiny_smolvla_checkpoint import write_checkpoint
 
 from embodied_ppo.commands import main
 from embodied_ppo.options import compose, placement, validation
 from embodied_ppo.options.placement import Hardware
 
-SMALL = [
-    "experiment=smolvla_libero",
-    "env.image_size=16",
-    "env.num_envs=16",
-    "env.action_chunk=2",
-    "model.flow_steps=2",
-    "algorithm.horizon=8",
-    "algorithm.global_batch_size=64",
-    "algorithm.micro_batch_size=16",
-]
+SMALL = run_helpers.words("""experiment=smolvla_libero env.image_size=16 env.num_envs=16
+    env.action_chunk=2 model.flow_steps=2 algorithm.horizon=8 algorithm.global_batch_size=64
+    algorithm.micro_batch_size=16""")
 
 
 @pytest.fixture

@@ -51,18 +51,20 @@ from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training import run_directory
 from embodied_ppo.training.progress import Messages
 from tests.integration import language_option_cases, robot_option_cases
+from tests.integration.test_options import files  # noqa: F401
 
 REFUSALS = (CheckpointError, ConfigError, EnvError, PlacementError)
 CPU = torch.device("cpu")
+MORE_PROMPTS = language_option_cases.FILES / "more.jsonl"
 FOLDER = Path(os.environ.get("EMBODIED_PPO_CACHE", "/tmp")) / "option_effects"
 """Runs and reports; removed with the cache of the tests."""
 
 
 # ---------------------------------------------------------------------------------------- observers
-def observed(observe: Callable[[Any], Any], value: Any) -> Any:
+def observed(observe: Callable[[str, Any], Any], option: str, value: Any) -> Any:
     """Return the observation of a value, or the text of its refusal."""
     try:
-        return observe(value)
+        return observe(option, value)
     except REFUSALS as error:
         return f"refused: {error}"
 
@@ -91,9 +93,9 @@ def checkpoints(option: str, value: Any) -> list[str]:
     return sorted(path.name for path in (run(option, value, needs) / "checkpoints").glob("step_*"))
 
 
-def rows(value: int) -> int:
+def rows(option: str, value: int) -> int:
     """Return the number of rows of metrics with an evaluation."""
-    lines = (run("eval_every", value) / "metrics.jsonl").read_text().splitlines()
+    lines = (run(option, value) / "metrics.jsonl").read_text().splitlines()
     return sum("eval/return" in line for line in lines)
 
 
@@ -174,11 +176,13 @@ def evaluated(option: str, value: Any, needs: dict[str, Any] | None = None) -> d
     return _evaluated(json.dumps({**(needs or {}), option: value}, sort_keys=True))
 
 
-def of_evaluate(key: str, option: str, needs: dict[str, Any] | None = None) -> Callable[[Any], Any]:
+def of_evaluate(
+    key: str = "report", needs: dict[str, Any] | None = None
+) -> Callable[[str, Any], Any]:
     """Return an observer of one result of ``evaluated``; reports without durations."""
 
-    def observe(value: Any) -> Any:
-        result = evaluated(option, value, needs)[key]
+    def observe(option: str, value: Any) -> Any:
+        result = evaluated(option.removeprefix("evaluate "), value, needs)[key]
         if key != "report":
             return result
         ignored = ("out", "seconds", "wall")
@@ -190,7 +194,7 @@ def of_evaluate(key: str, option: str, needs: dict[str, Any] | None = None) -> C
     return observe
 
 
-def evaluation_observations(value: dict[str, Any], option: str) -> Any:
+def evaluation_observations(option: str, value: Any) -> Any:
     """Return the observations after 3 steps of the evaluation environment."""
     base = {"env.id": "toy_envs:toy_envs/Point-v0", "env.num_threads": 0}
     if option == "evaluation.randomize":
@@ -206,17 +210,17 @@ def evaluation_observations(value: dict[str, Any], option: str) -> Any:
         env.close()
 
 
-def simulators_of_run(value: str) -> int:
+def simulators_of_run(option: str, value: str) -> int:
     """Return the number of simulators that a run with two evaluations builds."""
-    options = {"evaluation.env": value, "run_dir": str(FOLDER / f"evaluation_{value}")}
+    options = {option: value, "run_dir": str(FOLDER / f"evaluation_{value}")}
     with env_sizes() as sizes:
         runs.train(run_helpers.tiny_config({**TRAIN, **options}), quiet=True)
     return len(sizes)
 
 
-def evaluation_envs(value: int) -> int:
+def evaluation_envs(option: str, value: int) -> int:
     """Return the number of environments of a run's evaluation."""
-    options = {"evaluation.num_envs": value, "evaluation.episodes": 4}
+    options = {option: value, "evaluation.episodes": 4}
     c = run_helpers.tiny_config({**TRAIN, **options})
     with env_sizes() as sizes:
         env = environments.make_env([0], config=c.env, device=CPU)
@@ -227,10 +231,10 @@ def evaluation_envs(value: int) -> int:
     return max(sizes)
 
 
-def threads_of_simulator(value: int) -> int:
+def threads_of_simulator(option: str, value: int) -> int:
     """Return the number of threads that a simulator of 4 environments starts."""
     before = len(os.listdir("/proc/self/task"))
-    c = run_helpers.tiny_config({"env.num_threads": value})
+    c = run_helpers.tiny_config({option: value})
     env = environments.make_env([0, 1, 2, 3], config=c.env, device=CPU)
     try:
         env.reset()
@@ -255,17 +259,17 @@ class Forwards:
         self.threads.add(threading.get_ident())
 
 
-def joint_forwards(option: str, value: Any, needs: dict[str, Any], kind: str) -> Any:
+def joint_forwards(option: str, value: Any) -> Any:
     """Return the rows of each forward pass of one update of a robot policy."""
-    c = run_helpers.tiny_config({**needs, option: value})
+    is_vla = option.startswith("model.")
+    c = run_helpers.tiny_config({**(robot_option_cases.OPENVLA if is_vla else {}), option: value})
     env = environments.make_env(list(range(c.env.num_envs)), config=c.env, device=CPU)
     try:
         policy = robot_policy.make_policy(c, env)
-        trajectory, _ = Rollout(env, policy, seed=0).collect(
-            c.algorithm.horizon, update=0, version=0
-        )
+        rollout = Rollout(env, policy, seed=0)
+        trajectory, _ = rollout.collect(c.algorithm.horizon, update=0, version=0)
         learner = robot_ppo(policy, c.algorithm, num_envs=env.num_envs, updates=2, seed=0)
-        forwards = Forwards(policy if kind else policy.trunk, kind)
+        forwards = Forwards(policy, "RMSNorm") if is_vla else Forwards(policy.trunk)
         learner.update(trajectory, update=0)
         return forwards.rows
     finally:
@@ -286,18 +290,13 @@ def _language(options: str) -> dict[str, Any]:
         trajectory, _ = system.collect(c.algorithm.response_length, update=0)
         rollout, actor.rows = actor.rows, []
         system.update(trajectory, update=0)
-        return {
-            "rollout": max(rollout),
-            "actor": actor.rows,
-            "critic": critic.rows,
-            "processes": processes,
-            "tensors": acting,
-        }
+        rows = {"rollout": max(rollout), "actor": actor.rows, "critic": critic.rows}
+        return rows | {"processes": processes, "tensors": acting}
 
 
-def language(key: str, option: str, value: Any, needs: dict[str, Any] | None = None) -> Any:
-    """Run one update of a language model; return rows of passes, threads or processes."""
-    return _language(json.dumps({**(needs or {}), option: value}))[key]
+def of_language(key: str, **needs: Any) -> Callable[[str, Any], Any]:
+    """Return an observer of one update of a language model: rows of passes, or processes."""
+    return lambda option, value: _language(json.dumps({**needs, option: value}))[key]
 
 
 CLUSTER = {"placement": "fused", "cluster.devices_per_node": 2, "env.num_envs": 4}
@@ -314,14 +313,12 @@ def planned(option: str, value: Any, needs: dict[str, Any] | None = None) -> Any
     return plan.rows(), plan.weights_path(0), plan.stages, memory
 
 
-def labels(value: dict[str, Any]) -> Any:
-    """Return a plan with a placement by the label of a node."""
-    roles = {"env,rollout,actor": {"node": "sim", "devices": 0}}
-    needs = {"placement": "local", "cluster.component_placement": roles}
-    return planned("cluster.node_groups", value, needs)
+def of_plan(**needs: Any) -> Callable[[str, Any], Any]:
+    """Return an observer of a plan with other options."""
+    return lambda option, value: planned(option, value, needs)
 
 
-def threads(value: int) -> int:
+def threads(option: str, value: int) -> int:
     try:
         devices.select_device("cpu", value)
         return torch.get_num_threads()
@@ -329,16 +326,36 @@ def threads(value: int) -> int:
         torch.set_num_threads(1)
 
 
-def located(value: str | None) -> str:
-    """Return the directory in which an existing run is resumed."""
-    options = {"run_dir": str(run("save_every", 50)), "resume": value}
-    return str(run_directory.locate(run_helpers.tiny_config({**TRAIN, **options}), print))
+def located(option: str, value: str | None) -> tuple[str, ...]:
+    """Return the parent and the name of the directory of a run, and what it resumes."""
+    existing = {"run_dir": str(run("save_every", 50))} if option == "resume" else {}
+    c = run_helpers.tiny_config({**TRAIN, **existing, option: value})
+    folder, resume = run_directory.locate(c, print)
+    return *folder.parts[:2], str(resume)
+
+
+def described(option: str, value: str) -> str:
+    """Return the file of options of a run, without its directory."""
+    return (run(option, value) / "config.yaml").read_text().partition("run_dir")[0]
+
+
+def updates(option: str, value: int) -> int:
+    return batch_sizes.total_updates(run_helpers.tiny_config({"updates": None, option: value}))
+
+
+def compiles_from(option: str, value: str) -> Any:
+    return compilation.compile_from(run_helpers.tiny_config({option: value}), CPU, print)
+
+
+def schedule_of_student(option: str, value: Any) -> str:
+    c = Config(teacher="RUN", distillation=DistillationConfig(lr_schedule=value))
+    return optimization_config(c).algorithm.lr_schedule
 
 
 def recorded_env(option: str, value: Any) -> Any:
     """Return the first observation and the threads of the environment that demos records."""
     base = {"id": "Tabletop", "cameras": ["front"], "image_size": 16, "num_threads": 1}
-    options = {"out": "x", "env": {**base, option: value}}
+    options = {"out": "x", "env": {**base, option.removeprefix("demos env."): value}}
     config = loader.read(DemosConfig, [("test", options)]).config
     before = len(os.listdir("/proc/self/task"))
     env: Any = environments.make_env([0, 1], config=expert_demos.recording_env(config), device=CPU)
@@ -350,166 +367,75 @@ def recorded_env(option: str, value: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------- tables
-Effect = tuple[Any, Any, Callable[[Any], Any]]
-"""Two values of an option, and the function from a value to an observation that differs."""
-
-
-def of_plan(a: Any, b: Any, option: str, **needs: Any) -> Effect:
-    """Return the pair of an option that changes the plan."""
-    return a, b, partial(planned, option, needs=needs)
-
-
-def of_language(a: Any, b: Any, key: str, option: str, **needs: Any) -> Effect:
-    """Return the pair of an option that changes one update of a language model."""
-    return a, b, partial(language, key, option, needs=needs)
-
-
+Effect = tuple[Any, Any, Callable[[str, Any], Any]]
+"""Two values of an option, and the function of option and value whose results differ."""
 RECOMPUTED = {"algorithm.recompute_log_probs": True}
+ROLES = "env,rollout,actor"
+AT_LABEL = {"cluster.component_placement": {ROLES: {"node": "sim", "devices": 0}}}
+OF_LANGUAGE = {"language": True}
+SAMPLED = {"language": True, "deterministic": False}
 EFFECTS: dict[str, Effect] = {
-    "mode": ("embodied", "reasoning", lambda v: run_helpers.tiny_config({"mode": v}).mode),
-    "placement": of_plan("local", "fused", "placement"),
-    "name": (
-        "one",
-        "two",
-        lambda v: run_directory.locate(run_helpers.tiny_config({"name": v}), print)[0].parts[:2],
-    ),
-    "description": (
-        "one",
-        "two",
-        lambda v: (run("description", v) / "config.yaml").read_text().partition("run_dir")[0],
-    ),
-    "run_dir": (
-        "a",
-        "b",
-        lambda v: run_directory.locate(run_helpers.tiny_config({"run_dir": v}), print)[0],
-    ),
-    "seed": (0, 1, lambda v: robot_option_cases.train({"seed": v})[-1]["weights"]),
-    "updates": (2, 3, lambda v: len(robot_option_cases.train({"updates": v}))),
-    "env_steps": (
-        64,
-        128,
-        lambda v: batch_sizes.total_updates(
-            run_helpers.tiny_config({"updates": None, "env_steps": v})
-        ),
-    ),
+    "mode": ("embodied", "reasoning", lambda o, v: run_helpers.tiny_config({o: v}).mode),
+    "placement": ("local", "fused", planned),
+    "name": ("one", "two", located),
+    "description": ("one", "two", described),
+    "run_dir": ("a", "b", located),
+    "seed": (0, 1, lambda o, v: robot_option_cases.train({o: v})[-1]["weights"]),
+    "updates": (2, 3, lambda o, v: len(robot_option_cases.train({o: v}))),
+    "env_steps": (64, 128, updates),
     "resume": (None, "auto", located),
-    "save_every": (1, 2, partial(checkpoints, "save_every")),
-    "keep_last": (1, 2, partial(checkpoints, "keep_last")),
+    "save_every": (1, 2, checkpoints),
+    "keep_last": (1, 2, checkpoints),
     "eval_every": (0, 1, rows),
-    "device": ("cpu", "cuda:99", lambda v: str(devices.select_device(v, 1))),
+    "device": ("cpu", "cuda:99", lambda _, v: str(devices.select_device(v, 1))),
     "threads": (1, 2, threads),
-    "compile": (
-        "always",
-        "never",
-        lambda v: compilation.compile_from(run_helpers.tiny_config({"compile": v}), CPU, print),
-    ),
+    "compile": ("always", "never", compiles_from),
     "env.num_threads": (1, 3, threads_of_simulator),
-    "model.gradient_checkpointing": (
-        False,
-        True,
-        lambda v: joint_forwards(
-            "model.gradient_checkpointing", v, robot_option_cases.OPENVLA, "RMSNorm"
-        ),
-    ),
-    "algorithm.micro_batch_size": (
-        4,
-        8,
-        lambda v: joint_forwards("algorithm.micro_batch_size", v, {}, ""),
-    ),
-    "algorithm.micro_batch_tokens": of_language(None, 40, "actor", "algorithm.micro_batch_tokens"),
-    "algorithm.rollout_micro_batch_size": of_language(
-        None, 3, "rollout", "algorithm.rollout_micro_batch_size"
-    ),
-    "algorithm.logprob_forward_micro_batch_size": of_language(
-        None, 3, "actor", "algorithm.logprob_forward_micro_batch_size", **RECOMPUTED
-    ),
+    "model.gradient_checkpointing": (False, True, joint_forwards),
+    "algorithm.micro_batch_size": (4, 8, joint_forwards),
+    "algorithm.micro_batch_tokens": (None, 40, of_language("actor")),
+    "algorithm.rollout_micro_batch_size": (None, 3, of_language("rollout")),
+    "algorithm.logprob_forward_micro_batch_size": (None, 3, of_language("actor", **RECOMPUTED)),
     "evaluation.env": ("own", "training", simulators_of_run),
     "evaluation.num_envs": (1, 2, evaluation_envs),
-    "evaluation.env_kwargs": (
-        {},
-        {"far": 3.0},
-        partial(evaluation_observations, option="evaluation.env_kwargs"),
-    ),
-    "evaluation.randomize": (
-        False,
-        True,
-        partial(evaluation_observations, option="evaluation.randomize"),
-    ),
-    "evaluation.video_episodes": (1, 2, partial(video, "evaluation.video_episodes")),
-    "actor.model.gradient_checkpointing": of_language(
-        False, True, "actor", "actor.model.gradient_checkpointing"
-    ),
-    "reward.workers": of_language(0, 1, "processes", "reward.workers"),
-    "distillation.lr_schedule": (
-        "constant",
-        "linear",
-        lambda v: (
-            optimization_config(
-                Config(teacher="RUN", distillation=DistillationConfig(lr_schedule=v))
-            ).algorithm.lr_schedule
-        ),
-    ),
-    "cluster.num_nodes": of_plan(1, 2, "cluster.num_nodes"),
-    "cluster.devices_per_node": of_plan(1, 2, "cluster.devices_per_node"),
-    "cluster.device_memory_gb": of_plan(1e-5, 64.0, "cluster.device_memory_gb"),
-    "cluster.node_groups": ({}, {"sim": 0}, labels),
-    "cluster.component_placement": of_plan(
-        {"env,rollout,actor": 0},
-        {"env,rollout,actor": "0-1"},
-        "cluster.component_placement",
-        placement="local",
-    ),
-    "cluster.stages": of_plan(1, 2, "cluster.stages", placement="hybrid"),
-    "cluster.max_lag": of_plan(0, 1, "cluster.max_lag", placement="disaggregated"),
-    "cluster.shard": of_plan(False, True, "cluster.shard"),
-    "evaluate episodes": (2, 3, of_evaluate("report", "episodes")),
-    "evaluate num_envs": (1, 3, of_evaluate("environments", "num_envs")),
-    "evaluate seed": (0, 1, of_evaluate("report", "seed")),
-    "evaluate deterministic": (True, False, of_evaluate("report", "deterministic")),
-    "evaluate video": (False, True, lambda v: video("evaluate video", v)),
-    "evaluate video_episodes": (1, 2, lambda v: video("evaluate video_episodes", v)),
-    "evaluate out": (str(FOLDER / "a"), str(FOLDER / "b"), of_evaluate("out", "out")),
-    "evaluate device": ("cpu", "cuda:99", of_evaluate("report", "device")),
-    "evaluate threads": (1, 2, of_evaluate("threads", "threads")),
-    "evaluate env": (
-        {"max_episode_steps": 3},
-        {"max_episode_steps": 4},
-        of_evaluate("report", "env"),
-    ),
-    "evaluate data": (
-        [],
-        [str(language_option_cases.FILES / "more.jsonl")],
-        of_evaluate("report", "data", {"language": True}),
-    ),
-    "evaluate response_length": (
-        3,
-        6,
-        of_evaluate("report", "response_length", {"language": True}),
-    ),
-    **{
-        f"evaluate {name}": (
-            a,
-            b,
-            of_evaluate("report", name, {"language": True, "deterministic": False}),
-        )
-        for name, a, b in (("n", 1, 2), ("temperature", 0.1, 1.0), ("top_k", 0, 2))
-    },
-    "evaluate top_p": (
-        0.2,
-        1.0,
-        of_evaluate("report", "top_p", {"language": True, "deterministic": False}),
-    ),
-    "demos env.id": ("Tabletop", "Hopper-v4", partial(recorded_env, "id")),
-    "demos env.kwargs": (
-        {"families": ["reach"]},
-        {"families": ["push"]},
-        partial(recorded_env, "kwargs"),
-    ),
-    "demos env.cameras": (["front"], [], partial(recorded_env, "cameras")),
-    "demos env.image_size": (16, 24, partial(recorded_env, "image_size")),
-    "demos env.randomize": (False, True, partial(recorded_env, "randomize")),
-    "demos env.num_threads": (1, 3, partial(recorded_env, "num_threads")),
+    "evaluation.env_kwargs": ({}, {"far": 3.0}, evaluation_observations),
+    "evaluation.randomize": (False, True, evaluation_observations),
+    "evaluation.video_episodes": (1, 2, video),
+    "actor.model.gradient_checkpointing": (False, True, of_language("actor")),
+    "reward.workers": (0, 1, of_language("processes")),
+    "distillation.lr_schedule": ("constant", "linear", schedule_of_student),
+    "cluster.num_nodes": (1, 2, planned),
+    "cluster.devices_per_node": (1, 2, planned),
+    "cluster.device_memory_gb": (1e-5, 64.0, planned),
+    "cluster.node_groups": ({}, {"sim": 0}, of_plan(placement="local", **AT_LABEL)),
+    "cluster.component_placement": ({ROLES: 0}, {ROLES: "0-1"}, of_plan(placement="local")),
+    "cluster.stages": (1, 2, of_plan(placement="hybrid")),
+    "cluster.max_lag": (0, 1, of_plan(placement="disaggregated")),
+    "cluster.shard": (False, True, planned),
+    "evaluate episodes": (2, 3, of_evaluate()),
+    "evaluate num_envs": (1, 3, of_evaluate("environments")),
+    "evaluate seed": (0, 1, of_evaluate()),
+    "evaluate deterministic": (True, False, of_evaluate()),
+    "evaluate video": (False, True, video),
+    "evaluate video_episodes": (1, 2, video),
+    "evaluate out": (str(FOLDER / "a"), str(FOLDER / "b"), of_evaluate("out")),
+    "evaluate device": ("cpu", "cuda:99", of_evaluate()),
+    "evaluate threads": (1, 2, of_evaluate("threads")),
+    "evaluate env": ({"max_episode_steps": 3}, {"max_episode_steps": 4}, of_evaluate()),
+    "evaluate data": ([], [str(MORE_PROMPTS)], of_evaluate(needs=OF_LANGUAGE)),
+    "evaluate response_length": (3, 6, of_evaluate(needs=OF_LANGUAGE)),
+    "evaluate n": (1, 2, of_evaluate(needs=SAMPLED)),
+    "evaluate temperature": (0.1, 1.0, of_evaluate(needs=SAMPLED)),
+    "evaluate top_k": (0, 2, of_evaluate(needs=SAMPLED)),
+    "evaluate top_p": (0.2, 1.0, of_evaluate(needs=SAMPLED)),
+    "demos env.id": ("Tabletop", "Hopper-v4", recorded_env),
+    "demos env.kwargs": ({"families": ["reach"]}, {"families": ["push"]}, recorded_env),
+    "demos env.cameras": (["front"], [], recorded_env),
+    "demos env.image_size": (16, 24, recorded_env),
+    "demos env.randomize": (False, True, recorded_env),
+    "demos env.num_threads": (1, 3, recorded_env),
 }
+CLONING = ("steps", "dataset", "episodes", "foresight_steps", "batch_size", "lr", "shuffle_buffer")
 ELSEWHERE = {
     "training/test_pipelined_system.py": ["pipeline"],
     "training/test_trackers.py": ["trackers"],
@@ -519,11 +445,7 @@ ELSEWHERE = {
     "extras/test_vllm.py": ["rollout.gpu_memory_utilization"],
     "rollout/rewards/test_worker_pool.py": ["reward.timeout_s"],
     "tools/test_generations_page.py": ["rollout.dump"],
-    "imitation/test_behavior_cloning.py": [
-        f"cloning.{x}"
-        for x in ("steps", "dataset", "episodes", "foresight_steps", "batch_size", "lr")
-        + ("shuffle_buffer",)
-    ],
+    "imitation/test_behavior_cloning.py": [f"cloning.{x}" for x in CLONING],
     "data/test_lerobot_reader.py": ["cloning.exclude_episodes"],
     "imitation/test_distillation.py": [
         *("teacher", "initial_policy", "distillation.loss", "distillation.sample_actions"),
@@ -557,14 +479,6 @@ CLASSES = {"": Config, "evaluate ": EvaluateConfig, "demos ": DemosConfig, "expo
 TRAININGS = (robot_option_cases.CASES, language_option_cases.CASES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def files() -> Iterator[None]:
-    """Write the models, prompts and graders that options name."""
-    robot_option_cases.write_models()
-    with language_option_cases.small_tasks_and_files():
-        yield
-
-
 def test_every_option_has_an_effect() -> None:
     options = {
         f"{command}{path}" for command, cls in CLASSES.items() for path in loader.describe(cls)
@@ -583,10 +497,10 @@ def test_every_option_has_an_effect() -> None:
 @pytest.mark.parametrize("options", [{}, {"language": True, "deterministic": False}])
 def test_reports_are_reproducible(options: dict[str, Any]) -> None:
     """Check that equal options of evaluate give equal reports."""
-    observe = of_evaluate("report", "seed", options)
-    first = observe(0)
+    observe = of_evaluate(needs=options)
+    first = observe("seed", 0)
     _evaluated.cache_clear()
-    assert observe(0) == first and len(first) == 1 and len(first[0]) > 5
+    assert observe("seed", 0) == first and len(first) == 1 and len(first[0]) > 5
 
 
 @pytest.mark.slow
@@ -594,7 +508,7 @@ def test_reports_are_reproducible(options: dict[str, Any]) -> None:
 def test_two_values_differ(option: str, tmp_path, monkeypatch) -> None:
     a, b, observe = EFFECTS[option]
     monkeypatch.chdir(tmp_path)
-    assert observed(observe, a) != observed(observe, b)
+    assert observed(observe, option, a) != observed(observe, option, b)
 
 
 @pytest.mark.parametrize("option", DEMOS_UNREAD)
