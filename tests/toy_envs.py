@@ -287,7 +287,7 @@ class CountingPolicy(nn.Module):
     def units(self) -> list[nn.Module]:
         return []
 
-    def observe(self, obs: Obs, mask: Tensor) -> None:
+    def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
         pass
 
 

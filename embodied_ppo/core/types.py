@@ -344,8 +344,12 @@ class Policy(Protocol):
         """
         ...
 
-    def observe(self, obs: Obs, mask: Tensor) -> None:
-        """Merge raw observations [M, ..] where ``mask`` [M] is True into the normaliser."""
+    def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
+        """Merge raw observations [M, ..] where ``mask`` [M] is True into the normaliser.
+
+        A learned deviation is moved to its bounds, which may depend on ``progress``, the share of
+        the run's updates that have ended.
+        """
 
 
 class UpdateObserver(Protocol):

@@ -363,8 +363,9 @@ class ModelConfig:
     """Lower bound of the logarithm of the standard deviation. A learned deviation that is equal in
     all states is moved to the bound after each update, where it has a gradient; one that depends on
     the state has none in states beyond the bound."""
-    max_log_std: float = option(2.0, read_if=GAUSSIAN)
-    """Upper bound of the logarithm of the standard deviation."""
+    max_log_std: float | tuple[float, ...] = option(2.0, read_if=GAUSSIAN)
+    """Upper bound of the logarithm of the standard deviation; or [a, b], a bound of a learned
+    deviation that falls linearly from a at the start of the run to b at its end."""
     history: Small = option(1, read_if=ACTOR_CRITIC)
     """Number of observations that the policy reads together (K): the newest one, the K - 1 changes
     before it in the episode and the actions between them; zeros before the start of the episode. 1:

@@ -105,7 +105,8 @@ class ActorCritic(nn.Module):
         """Distribution of the numbers of an action."""
         self.state_dependent_std = bool(config.state_dependent_std)
         self.uses_softplus = config.state_dependent_std == "softplus"
-        self.log_std_range = (config.min_log_std, config.max_log_std)
+        self.log_std_bounds = dist.LogStdBounds(config.min_log_std, config.max_log_std)
+        self.log_std_range = self.log_std_bounds(0.0)
         actor_spec, critic_spec = _split_observations(obs_spec, config)
         has_critic = critic_spec is not None
         self.encoder = Encoder(actor_spec, config)
@@ -267,12 +268,12 @@ class ActorCritic(nn.Module):
             inputs[TASK_INPUT] = obs[TASK]
         return inputs
 
-    def observe(self, obs: Obs, mask: Tensor) -> None:
-        """See ``Policy.observe``; moves the deviation to its bounds, see ``min_log_std``."""
+    def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
+        """See ``Policy.observe``."""
         if self.log_std is not None:
             # A clamped parameter has no gradient beyond its bounds, and would stay there for ever.
             with torch.no_grad():
-                self.log_std.clamp_(*self.log_std_range)
+                self.log_std.clamp_(*self.log_std_bounds(progress))
         self.encoder.observe(obs, mask)
         if self.critic_encoder is not None:
             self.critic_encoder.observe(obs, mask)

@@ -24,6 +24,21 @@ IMPOSSIBLE = -1e9
 """Logit of a choice that is not possible: its probability is exactly 0, and p log p is not NaN."""
 
 
+class LogStdBounds(NamedTuple):
+    """Bounds of the logarithm of a Gaussian's standard deviation."""
+
+    low: float
+    high: float | tuple[float, ...]
+    """One number, or that of the start and that of the end of the run."""
+
+    def __call__(self, progress: float) -> tuple[float, float]:
+        """Return both bounds after a share ``progress`` of the run, high = a + (b - a) progress."""
+        if isinstance(self.high, tuple):
+            first, last = self.high
+            return self.low, first + (last - first) * progress
+        return self.low, self.high
+
+
 def gaussian_noise(
     shape: Sequence[int], generator: Generator | None, device: torch.device | None = None
 ) -> Tensor:

@@ -112,7 +112,9 @@ class PPO(LearnerState):
             self.adapt_coefficients(stats.sums, results)
         # Normalise observations with this rollout's statistics from the next one on.
         mirrors = self.symmetry
-        self.actor.observe(trajectory if mirrors is None else mirrors.with_images(trajectory))
+        progress = min(1.0, (update + 1) / max(1, optimizer.updates))
+        observed = trajectory if mirrors is None else mirrors.with_images(trajectory)
+        self.actor.observe(observed, progress)
         optimizer.record_versions()
         self.cpu_s["advantages"] += prepared - start
         self.cpu_s["update"] += self.cpu_clock() - prepared

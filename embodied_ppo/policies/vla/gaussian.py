@@ -32,7 +32,7 @@ class Gaussian(VLAPolicy, Generic[Context]):
     def build_scale(self, config: ModelConfig) -> None:
         """Create the standard deviations."""
         self.log_std = nn.Parameter(torch.full((self.chunk, self.size), config.init_log_std))
-        self.bounds = config.min_log_std, config.max_log_std
+        self.bounds = dist.LogStdBounds(config.min_log_std, config.max_log_std)
 
     @abstractmethod
     def read(self, context: Context) -> tuple[Tensor, Tensor]:
@@ -41,14 +41,14 @@ class Gaussian(VLAPolicy, Generic[Context]):
     def _read(self, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean and log_std float32 [B, C, A], and the input of the value head [B, D]."""
         mean, hidden = self.read(context)
-        log_std = self.log_std.clamp(*self.bounds) + math.log(self.temperature)
+        log_std = self.log_std.clamp(*self.bounds(0.0)) + math.log(self.temperature)
         return mean, log_std.expand_as(mean), hidden
 
-    def observe(self, obs: Obs, mask: Tensor) -> None:
+    def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
         """See ``ActorCritic.observe``."""
         super().observe(obs, mask)
         with torch.no_grad():
-            self.log_std.clamp_(*self.bounds)
+            self.log_std.clamp_(*self.bounds(progress))
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
         """See ``Policy.noise``."""
