@@ -81,8 +81,7 @@ class ReadIf:
     holds: Callable[[Any], bool]
     """Return whether a config fulfils the condition."""
     mode: Mode | None = None
-    """The only mode that has the condition; the other mode reads the option in any case. None:
-    both modes have it."""
+    """The only mode that has the condition; None: both modes have it."""
 
     def __and__(self, other: ReadIf) -> ReadIf:
         """Return the condition that both hold."""
@@ -240,8 +239,7 @@ class EnvConfig:
     action_chunk: Small = 1
     """Primitive steps of a decision (C), cut short by the episode. horizon counts decisions."""
     cameras: tuple[Text, ...] = ()
-    """Names of the model's cameras whose images the policy reads (tasks of this package).
-    Observations then consist of state and images."""
+    """Cameras of the model whose images the policy reads beside the state (our own tasks)."""
     image_size: Pixels = 64
     """Height and width of the images of env.cameras, pixels."""
     image_layout: Literal["hwc", "chw"] | None = None
@@ -728,8 +726,7 @@ class AlgorithmConfig:
             lambda c: SUM_NORM in (c.algorithm.loss_agg_func, c.critic.loss_agg_func),
         ),
     )
-    """Constant by which seq-mean-token-sum-norm divides the sum of each column; null: horizon (in
-    reasoning response_length)."""
+    """Divisor of a column's sum in seq-mean-token-sum-norm; null: horizon, or response_length."""
     logprob_type: Literal["token_level", "action_level", "chunk_level"] = option(
         "action_level", mode="embodied"
     )
@@ -862,8 +859,7 @@ class LanguageModelConfig:
     architecture: dict[str, Any] = option({}, read_if=equals("actor.model.path", None))
     """Architecture of a new model: model_type and other fields of transformers' configuration."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type in which the model computes. Trained weights, their moments, log-probabilities and
-    losses are float32 in any case."""
+    """Type of computations; trained weights, moments, log-probabilities and losses are float32."""
     gradient_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: less memory, a third more time."""
     lora_rank: Annotated[int, Limit(ge=0, le=10**5)] = option(0, read_if=is_set("actor.model.path"))
@@ -894,8 +890,7 @@ class CriticModelConfig:
     lora_rank: Annotated[int, Limit(ge=0, le=10**5)] | None = option(
         None, read_if=(CRITIC_MODEL, CRITIC_FILES)
     )
-    """Rank of adapters on the critic, beside a value head that is trained whole; 0: all weights are
-    trained; null: actor.model.lora_rank."""
+    """Rank of the critic's adapters, beside a trained value head; 0: none; null: the actor's."""
 
 
 @dataclass(frozen=True)
@@ -936,8 +931,7 @@ class RolloutConfig:
     stop: tuple[Text, ...] = ()
     """Texts that end a response, besides the end-of-sequence tokens of model and tokenizer."""
     truncation: Literal["terminal", "drop"] = "terminal"
-    """Treatment of a response that was cut at response_length: terminal grades it as it is, drop
-    leaves it out of the loss."""
+    """Response cut at response_length: terminal grades it as it is, drop omits it from the loss."""
     overlong_buffer: Natural = 0
     """Number of last tokens before response_length over which a penalty, which is subtracted
     from the score, rises linearly from 0 to 1 (DAPO); 0: no penalty."""
@@ -1055,8 +1049,7 @@ class CloningConfig:
     vision-language-action models, the result is cached on disk between runs. Language models learn
     the responses in the rows of data.train."""
     dataset: Text | None = option(None, mode="embodied", read_if=CLONING)
-    """Directory of demonstrations in LeRobot's layout (v2.0 to v3.0); null: record some once with
-    the expert of the task (Tabletop has one)."""
+    """Demonstrations in LeRobot's layout (v2.0 to v3.0); null: some of the task's expert."""
     episodes: Count = option(2000, mode="embodied", read_if=CLONING)
     """Number of demonstrations to learn from, the first ones of the data set."""
     exclude_episodes: tuple[Natural, ...] = option((), mode="embodied", read_if=CLONING)
@@ -1125,8 +1118,7 @@ class ClusterConfig:
     """Number of parts of the environments of a rollout process. While one part simulates, in
     another process or in EnvPool's threads, the policy acts for the next."""
     max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
-    """Number of rollouts that run ahead of the updates; 0: strictly on-policy. More than 0 needs
-    separate devices for actor."""
+    """Rollouts ahead of the updates; 0: strictly on-policy. Others need own devices for actor."""
     shard: bool = False
     """Shard every parameter, gradient and optimiser state over the processes of actor (FSDP2), for
     models that do not fit on one device. A layer is gathered only while it computes."""
@@ -1164,8 +1156,7 @@ class Config:
     env_steps: Annotated[int, Limit(ge=1, le=10**15)] | None = option(1_000_000, mode="embodied")
     """Number of environment steps to train for (read where updates is null)."""
     resume: Text | None = None
-    """Run to continue. auto: the newest run of this name and seed; or the directory of a run or
-    checkpoint; null: start a new run."""
+    """Run to continue: auto is the newest of this name and seed; or a directory; null: none."""
     allow_changed_task: bool = option(
         False,
         read_if=(
@@ -1249,13 +1240,11 @@ class EvaluateConfig:
     model: Text | None = option(None, mode="reasoning")
     """Directory of a transformers model, measured on data instead of a checkpoint."""
     episodes: Count = 100
-    """Number of episodes to measure, each from its own seed; of a language model the number of
-    held-out prompts, the first ones."""
+    """Number of episodes, each from its own seed; language: of the first held-out prompts."""
     num_envs: Count = option(16, mode="embodied")
     """Number of environments that are evaluated together."""
     seed: Natural = 0
-    """Seed of the initial states, 0 to 16383. Evaluations with different seeds have no episode in
-    common, and none is an episode of training."""
+    """Seed of the initial states, 0 to 16383; different seeds and training share no episode."""
     deterministic: bool = True
     """Act with the mode of the distribution; false: sample."""
     video: bool = option(True, mode="embodied")
@@ -1275,8 +1264,7 @@ class EvaluateConfig:
     robustness_values: dict[str, Any] = option({}, mode="embodied", read_if=WITH_ROBUSTNESS)
     """Values of robustness_factors, {obs_noise: [0, 0.5, 1]}; others have standard values."""
     robustness_episodes: Count | None = option(None, mode="embodied", read_if=WITH_ROBUSTNESS)
-    """Number of episodes at each value, with the seeds of the first evaluated episodes; at most
-    episodes. null: 20, or episodes if that is less."""
+    """Episodes at each value, with the first seeds, at most episodes; null: 20, or all if fewer."""
     paired: tuple[Perturbation, ...] = option((), mode="embodied")
     """Perturbations with which the same episodes are measured again; paired.json and the report get
     the difference of each with its interval (docs/deploy.md). wording: unseen words; distractor:
@@ -1289,15 +1277,13 @@ class EvaluateConfig:
     threads: Threads = 1
     """Number of threads of one tensor operation; 0: torch's default."""
     allow_changed_task: bool = option(False, mode="embodied")
-    """Execute files of the user's task, and of model.network, that have changed since training;
-    false: execute the run's copies of them."""
+    """Execute changed files of the user's task and of model.network; false: the run's copies."""
     env: dict[str, Any] = option({}, mode="embodied")
     """Changes to the environment of the training (``env.max_episode_steps=200``)."""
     data: tuple[Text, ...] = option((), mode="reasoning")
     """Language models: files of prompts instead of the run's data.eval."""
     grader: Text | None = option(None, mode="reasoning")
-    """Language models: a grader, as reward.grader, instead of the run's reward; null: that of the
-    run, or auto with model."""
+    """Language models: a grader, as reward.grader; null: that of the run, or auto with model."""
     n: Small = option(1, mode="reasoning")
     """Language models: responses to each prompt; more than one needs deterministic=false."""
     response_length: Annotated[int, Limit(ge=1, le=10**7)] | None = option(None, mode="reasoning")
@@ -1319,8 +1305,7 @@ class ExportConfig:
     checkpoint: str = ""
     """A checkpoint, or its run directory (its latest checkpoint); required."""
     out: str = ""
-    """New directory: weights, configuration and tokenizer of a language model, the deployment
-    bundle of a robot policy; required."""
+    """New directory: a language model with its tokenizer, or a robot policy's bundle; required."""
     lora: Literal["merged", "adapter"] = "merged"
     """Models with adapters. merged: write the whole model with the adapters added. adapter: write
     only what was trained, in the layout of peft, for use with the model that it was trained on."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,8 +106,8 @@ class ActorCritic(nn.Module):
         """Distribution of the numbers of an action."""
         self.state_dependent_std = bool(config.state_dependent_std)
         self.uses_softplus = config.state_dependent_std == "softplus"
-        self.log_std_bounds = dist.LogStdBounds(config.min_log_std, config.max_log_std)
-        self.log_std_range = self.log_std_bounds(0.0)
+        self.log_std_bounds = partial(dist.log_std_bounds, config)
+        self.log_std_range = self.log_std_bounds()
         actor_spec, critic_spec = _split_observations(obs_spec, config)
         has_critic = critic_spec is not None
         self.encoder = Encoder(actor_spec, config)

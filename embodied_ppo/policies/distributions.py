@@ -14,6 +14,8 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
+from embodied_ppo.options.schema import ModelConfig
+
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 HALF_LOG_2PI_E = HALF_LOG_2PI + 0.5
 BETA_MARGIN = 1e-6
@@ -24,19 +26,15 @@ IMPOSSIBLE = -1e9
 """Logit of a choice that is not possible: its probability is exactly 0, and p log p is not NaN."""
 
 
-class LogStdBounds(NamedTuple):
-    """Bounds of the logarithm of a Gaussian's standard deviation."""
+def log_std_bounds(config: ModelConfig, progress: float = 0.0) -> tuple[float, float]:
+    """Return the bounds of a Gaussian's log_std after a share ``progress`` of the run.
 
-    low: float
-    high: float | tuple[float, ...]
-    """One number, or that of the start and that of the end of the run."""
-
-    def __call__(self, progress: float) -> tuple[float, float]:
-        """Return both bounds after a share ``progress`` of the run, high = a + (b - a) progress."""
-        if isinstance(self.high, tuple):
-            first, last = self.high
-            return self.low, first + (last - first) * progress
-        return self.low, self.high
+    The upper one falls from a to b of max_log_std: a + (b - a) progress.
+    """
+    low, high = config.min_log_std, config.max_log_std
+    if isinstance(high, tuple):
+        high = high[0] + (high[1] - high[0]) * progress
+    return low, high
 
 
 def gaussian_noise(

@@ -87,10 +87,8 @@ class PPO(LearnerState):
             if not warmup or isinstance(self.critic, SharedCritic):
                 # Epochs x minibatches: each epoch is a new permutation of the samples, each
                 # minibatch one step of AdamW on ``PPOLoss``.
-                entropy_coef = self.entropy_coef
-                if c.entropy_end != 1.0:
-                    entropy_coef *= schedules.entropy_factor(c, update, optimizer.updates)
-                optimizer.loss.coefficients["entropy"] = entropy_coef
+                factor = schedules.entropy_factor(c, update, optimizer.updates)
+                optimizer.loss.coefficients["entropy"] = self.entropy_coef * factor
                 # Only a rollout of these weights must agree with them.
                 optimizer.begin(batch, update, critic_only=warmup, current=current)
                 for epoch in range(c.update_epoch):
@@ -111,10 +109,9 @@ class PPO(LearnerState):
         if not warmup and stats.sums.get("steps"):
             self.adapt_coefficients(stats.sums, results)
         # Normalise observations with this rollout's statistics from the next one on.
-        mirrors = self.symmetry
         progress = min(1.0, (update + 1) / max(1, optimizer.updates))
-        observed = trajectory if mirrors is None else mirrors.with_images(trajectory)
-        self.actor.observe(observed, progress)
+        seen = trajectory if self.symmetry is None else self.symmetry.with_images(trajectory)
+        self.actor.observe(seen, progress)
         optimizer.record_versions()
         self.cpu_s["advantages"] += prepared - start
         self.cpu_s["update"] += self.cpu_clock() - prepared

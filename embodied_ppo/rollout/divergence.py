@@ -67,8 +67,7 @@ class DivergenceGuard:
         self.env = env
         self.on_host = env.device.type == "cpu"
         self.hidden = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
-        """bool [N], environments whose observation is replaced by zeros or whose episode is
-        damaged, until a new episode begins."""
+        """bool [N], environments with a damaged episode or no observation, until the next one."""
         self.any_hidden = False
         self.can_reset = True  # until ``reset_where`` has returned None
         self.unreported = self.hidden

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ class Gaussian(VLAPolicy, Generic[Context]):
     def build_scale(self, config: ModelConfig) -> None:
         """Create the standard deviations."""
         self.log_std = nn.Parameter(torch.full((self.chunk, self.size), config.init_log_std))
-        self.bounds = dist.LogStdBounds(config.min_log_std, config.max_log_std)
+        self.bounds = partial(dist.log_std_bounds, config)
 
     @abstractmethod
     def read(self, context: Context) -> tuple[Tensor, Tensor]:
@@ -41,7 +42,7 @@ class Gaussian(VLAPolicy, Generic[Context]):
     def _read(self, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean and log_std float32 [B, C, A], and the input of the value head [B, D]."""
         mean, hidden = self.read(context)
-        log_std = self.log_std.clamp(*self.bounds(0.0)) + math.log(self.temperature)
+        log_std = self.log_std.clamp(*self.bounds()) + math.log(self.temperature)
         return mean, log_std.expand_as(mean), hidden
 
     def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
