@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 import yaml
 
@@ -24,18 +25,10 @@ from embodied_ppo.data.lerobot_reader import read
 from embodied_ppo.data.lerobot_writer import Writer
 from embodied_ppo.training import checkpoint, progress
 
-SMALL = [
-    "env.num_envs=4",
-    "env.image_size=16",
-    "env.max_episode_steps=10",
-    "algorithm.horizon=2",
-    "algorithm.global_batch_size=8",
-    "evaluation.episodes=4",
-    "evaluation.num_envs=4",
-    "evaluation.video_episodes=0",
-    "model.width=16",
-    *(f"cloning.{x}" for x in ("dataset=d", "steps=3", "foresight_steps=2", "batch_size=4")),
-]
+SMALL = run_helpers.words("""env.num_envs=4 env.image_size=16 env.max_episode_steps=10
+    algorithm.horizon=2 algorithm.global_batch_size=8 evaluation.episodes=4
+    evaluation.num_envs=4 evaluation.video_episodes=0 model.width=16 cloning.dataset=d
+    cloning.steps=3 cloning.foresight_steps=2 cloning.batch_size=4""")
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 import yaml
 from run_helpers import run_command
@@ -22,33 +23,15 @@ from embodied_ppo.tools import memory_fit
 from embodied_ppo.training import checkpoint
 from tests.integration.test_placements import rows
 
-ROBOT = [
-    "experiment=null",
-    "env.id=CartPole-v1",
-    "env.num_envs=32",
-    "algorithm.horizon=64",
-    "algorithm.update_epoch=1",
-    "algorithm.max_grad_norm=null",
-    "evaluation.episodes=2",
-    "updates=1",
-    "threads=1",
-    "device=cpu",
-    "name=pole",
-]
-LANGUAGE = [
-    "experiment=arithmetic",
-    "warm_start.steps=2",
-    "algorithm.rollout_batch_size=64",
-    "algorithm.global_batch_size=32",
-    "algorithm.max_grad_norm=null",
-    "algorithm.missing_eos_penalty=0.5",  # a learning signal from the first update on
-    "actor.model.architecture.hidden_size=16",
-    "actor.model.architecture.intermediate_size=32",
-    "evaluation.episodes=8",
-    "updates=1",
-    "threads=1",
-    "device=cpu",
-]
+ROBOT = run_helpers.words("""experiment=null env.id=CartPole-v1 env.num_envs=32
+    algorithm.horizon=64 algorithm.update_epoch=1 algorithm.max_grad_norm=null
+    evaluation.episodes=2 updates=1 threads=1 device=cpu name=pole""")
+# missing_eos_penalty gives a learning signal from the first update on.
+LANGUAGE = run_helpers.words("""experiment=arithmetic warm_start.steps=2
+    algorithm.rollout_batch_size=64 algorithm.global_batch_size=32 algorithm.max_grad_norm=null
+    algorithm.missing_eos_penalty=0.5 actor.model.architecture.hidden_size=16
+    actor.model.architecture.intermediate_size=32 evaluation.episodes=8 updates=1 threads=1
+    device=cpu""")
 
 
 @pytest.fixture(autouse=True)
@@ -237,15 +220,8 @@ def test_cut_minibatches_are_not_compiled(capsys) -> None:
 
 
 def test_recipe_for_an_absent_gpu_is_printed(capsys) -> None:
-    arguments = [
-        "fit",
-        "experiment=halfcheetah",
-        "seed=3",
-        "device=cuda",
-        "cluster.device_memory_gb=16",
-        "--devices",
-        "1",
-    ]
+    arguments = run_helpers.words("""fit experiment=halfcheetah seed=3 device=cuda
+        cluster.device_memory_gb=16 --devices 1""")
     run(*arguments)
     out, err = capsys.readouterr()
     assert err.splitlines()[0] == "nothing has to change" and "minibatches of" in err
@@ -262,12 +238,8 @@ def test_recipe_for_an_absent_gpu_is_printed(capsys) -> None:
 @pytest.mark.slow
 def test_written_recipe_is_complete(capsys) -> None:
     """The file composes to the fitted options, without those that GRPO does not read."""
-    options = [
-        "experiment=arithmetic",
-        "algorithm.adv_type=grpo",
-        "algorithm.group_size=4",
-        "device=cpu",
-    ]
+    options = ["experiment=arithmetic", "algorithm.adv_type=grpo", "algorithm.group_size=4"]
+    options += ["device=cpu"]
     fit(capsys, *options, *ONE)
     fitted, original = (
         memory_fit.settings(config_of(*arguments)) for arguments in (FITTED, options)

@@ -38,20 +38,10 @@ from tests.integration.option_cases import (
 FILES = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "options_language"
 """Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the
 tests' cache."""
-ARCHITECTURE: dict[str, Any] = {
-    "model_type": "qwen2",
-    "vocab_size": 24,
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 32,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": True,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": [2, 20, 21, 22, 23],
-}
+ARCHITECTURE: dict[str, Any] = run_helpers.options("""model_type=qwen2 vocab_size=24
+    hidden_size=16 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=1
+    intermediate_size=32 max_position_embeddings=64 tie_word_embeddings=true pad_token_id=0
+    bos_token_id=1 eos_token_id=[2,20,21,22,23]""")
 BASE: dict[str, Any] = {
     "mode": "reasoning",
     "updates": 3,
@@ -59,15 +49,8 @@ BASE: dict[str, Any] = {
     "data": {"task": "arithmetic"},
     "actor": {"model": {"architecture": ARCHITECTURE}},
     "reward": {"grader": f"{FILES / 'even.py'}:compute_score", "workers": 0},
-    "algorithm": {
-        "loss_type": "actor",
-        "prompt_length": 9,
-        "response_length": 6,
-        "rollout_batch_size": 8,
-        "global_batch_size": 4,
-        "update_epoch": 2,
-        "lr": 1e-2,
-    },
+    "algorithm": run_helpers.options("""loss_type=actor prompt_length=9 response_length=6
+        rollout_batch_size=8 global_batch_size=4 update_epoch=2 lr=0.01"""),
     "evaluation": {"episodes": 8},
 }
 """An untrained model whose responses have different lengths and scores."""
@@ -186,12 +169,8 @@ def _write_files() -> None:
     (FILES / "odd.py").write_text(EVEN.replace("02468", "13579"))
     for name, first in (("train", 10), ("eval", 30), ("more", 61)):
         rows = [
-            {
-                "prompt": f"{i}+{10 * (i % 2)}=",
-                "task": f"{i}-1=",
-                "answer": str(i),
-                "truth": str(3 * i),
-            }
+            {"prompt": f"{i}+{10 * (i % 2)}=", "task": f"{i}-1="}
+            | {"answer": str(i), "truth": str(3 * i)}
             for i in range(first, first + 12)
         ]
         (FILES / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -236,12 +215,9 @@ def _run(options: dict[str, Any], lag: int) -> Rows:
                 trajectory, metrics = pending.pop(0)
                 metrics = metrics | system.update(trajectory, update=update - lag)
                 system.publish(update - lag + 1)
-                critic = (
-                    0.0 if system.learner.critic is None else weights(system.learner.critic.module)
-                )
-                rows.append(
-                    numbers(metrics) | {"weights": weights(system.module), "critic": critic}
-                )
+                critic = system.learner.critic
+                sums = {"critic": 0.0 if critic is None else weights(critic.module)}
+                rows.append(numbers(metrics) | sums | {"weights": weights(system.module)})
         rows[-1] |= numbers(system.evaluate(spec.updates))
     return rows
 
@@ -252,18 +228,11 @@ def learned(rows: Rows) -> tuple[float, ...]:
 
 
 KINDS = ("abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+")
+REINFORCE = ("reinforce", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     # option -> (values, needs)
     "algorithm.adv_type": (
-        (
-            "gae",
-            "grpo",
-            "dr_grpo",
-            "rloo",
-            "reinforce",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-        ),
+        ("gae", "grpo", "dr_grpo", "rloo", *REINFORCE),
         {**GROUPS, "algorithm.normalize_advantages": False},
     ),
     "algorithm.reward_norm": ((None, "batch", "group", "running"), GROUPS),
@@ -297,13 +266,7 @@ CASES = OptionCases(
     mode="reasoning",
     base=loader.flat(BASE),
     sections=(
-        "algorithm.",
-        "actor.",
-        "critic.",
-        "rollout.",
-        "data.",
-        "reward.",
-        "warm_start.",
+        *("algorithm.", "actor.", "critic.", "rollout.", "data.", "reward.", "warm_start."),
         "evaluation.",
     ),
     changes=CHANGES,

@@ -6,60 +6,30 @@ import json
 from pathlib import Path
 
 import pytest
+import run_helpers
 import yaml
 
 from embodied_ppo.commands import main
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 EXPERIMENTS = sorted(p.stem for p in (CONFIGS / "experiment").glob("*.yaml"))
-SMALL = [
-    "env.num_envs=2",
-    "env.max_episode_steps=5",
-    "algorithm.horizon=4",
-    "algorithm.global_batch_size=8",
-    "algorithm.update_epoch=1",
-    "evaluation.episodes=1",
-    "evaluation.num_envs=1",
-    "evaluation.video_episodes=0",
-    "updates=1",
-    "compile=never",  # bench_* would wait for the compiler, which core/test_compile.py tests
-]
-SMALL_LANGUAGE = [
-    *(f"actor.model.architecture.{name}=16" for name in ("hidden_size", "intermediate_size")),
-    "warm_start.steps=2",
-    "algorithm.rollout_batch_size=8",
-    "algorithm.global_batch_size=8",
-    "algorithm.update_epoch=1",
-    "evaluation.episodes=4",
-    "updates=1",
-]
+# compile=never: bench_* would wait for the compiler, which core/test_compile.py tests.
+SMALL = run_helpers.words("""env.num_envs=2 env.max_episode_steps=5 algorithm.horizon=4
+    algorithm.global_batch_size=8 algorithm.update_epoch=1 evaluation.episodes=1
+    evaluation.num_envs=1 evaluation.video_episodes=0 updates=1 compile=never""")
+SMALL_LANGUAGE = run_helpers.words("""actor.model.architecture.hidden_size=16
+    actor.model.architecture.intermediate_size=16 warm_start.steps=2 algorithm.update_epoch=1
+    algorithm.rollout_batch_size=8 algorithm.global_batch_size=8 evaluation.episodes=4 updates=1""")
 SMALL_CLONING = [
     f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=8", "batch_size=4")
 ]
-NEEDS_FILES = {
-    "gsm8k_qwen2_5_0_5b",
-    "pi0_tabletop",
-    "pi0_libero",
-    "pi05_libero",
-    "smolvla_libero",
-    "libero_vla",
-    "openvla_7b",
-    "openvla_oft",
-}
+NEEDS_FILES = {"gsm8k_qwen2_5_0_5b", "openvla_7b", "openvla_oft", "pi0_tabletop", "pi0_libero"}
+NEEDS_FILES |= {"pi05_libero", "smolvla_libero", "libero_vla"}
 """Experiments without shipped weights and data; other tests use small ones."""
 INSTRUCTED = {f"tabletop_{x}" for x in ("token", "flow", "gaussian")}
 """Experiments of policies with instructions, which clone first."""
-SUCCESS = INSTRUCTED | {
-    "metaworld",
-    "mt10",
-    "go1_joystick",
-    "go1_rough",
-    "go1_privileged",
-    "panda_pick_cube",
-    "tabletop_pixels",
-    "tabletop_push",
-    "tabletop_reach",
-}
+SUCCESS = INSTRUCTED | {"metaworld", "mt10", "go1_joystick", "go1_rough", "go1_privileged"}
+SUCCESS |= {"panda_pick_cube", "tabletop_pixels", "tabletop_push", "tabletop_reach"}
 """Experiments whose task reports success."""
 GPU = ("ant_gpu", "go1_gpu", "panda_gpu", "tabletop_gpu")
 """Experiments that differ from the one they extend only in sizes, for thousands of worlds."""

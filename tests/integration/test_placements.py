@@ -79,14 +79,9 @@ GROUPS = run_helpers.options("""env__id=Go1Joystick env__randomize=true env__num
     env__max_episode_steps=12 model__actor_obs=[state] model__critic_obs=[state,privileged]""")
 EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
     "fused": {"placement": "fused", "cluster__devices_per_node": 1},
-    "colocated": {
-        "placement": "colocated",
-        "cluster__devices_per_node": 1,
-        "model__history": 2,
-        "model__recurrent": "gru",
-        "model__recurrent_size": 4,
-        "algorithm__minibatch_unit": "column",
-    },
+    "colocated": run_helpers.options("""placement=colocated cluster__devices_per_node=1
+        model__history=2 model__recurrent=gru model__recurrent_size=4
+        algorithm__minibatch_unit=column"""),
     "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 2},
     "hybrid": {"placement": "hybrid", "cluster__devices_per_node": 2},
     "apart": {
@@ -96,19 +91,13 @@ EQUAL_TO_LOCAL: dict[str, dict[str, Any]] = {
         "algorithm__symmetry": "both",
         **GROUPS,
     },
-    "rollouts": {
+    "rollouts": run_helpers.options("""cluster__devices_per_node=3 env__id=Tabletop
+        env__max_episode_steps=16 env__restart_each_rollout=true algorithm__rollout_epoch=2
+        algorithm__adv_type=grpo algorithm__group_size=2 algorithm__group_filter=success
+        algorithm__group_filter_rounds=1 algorithm__loss_agg_func=trajectory-mean""")
+    | {
         "cluster__component_placement": {"env,rollout": "0-1", "actor": 2},
-        "cluster__devices_per_node": 3,
-        "env__id": "Tabletop",
         "env__kwargs": {"families": ["reach"], "reward": "success"},
-        "env__max_episode_steps": 16,
-        "env__restart_each_rollout": True,
-        "algorithm__rollout_epoch": 2,
-        "algorithm__adv_type": "grpo",
-        "algorithm__group_size": 2,
-        "algorithm__group_filter": "success",
-        "algorithm__group_filter_rounds": 1,
-        "algorithm__loss_agg_func": "trajectory-mean",
     },
     "crossed": {
         "cluster__component_placement": {"env,actor": 0, "rollout": 1},
@@ -234,23 +223,14 @@ def test_sharded_and_unsharded_runs_resume_each_other(unsharded: Path, tmp_path)
     assert len(rows(tmp_path / "local")) == 1
 
 
-RECURRENT: dict[str, Any] = {
-    "model__history": 2,
-    "model__recurrent": "gru",
-    "model__recurrent_size": 4,
-    "algorithm__minibatch_unit": "column",
-    "algorithm__global_batch_size": 128,  # all columns: the same minibatches in every placement
-    "updates": 3,
-}
+# Minibatches of all columns are the same in every placement.
+RECURRENT: dict[str, Any] = run_helpers.options("""model__history=2 model__recurrent=gru
+    model__recurrent_size=4 algorithm__minibatch_unit=column algorithm__global_batch_size=128
+    updates=3""")
 
 
-MIRRORED = {
-    **RECURRENT,
-    "env__id": "Go1Joystick",
-    "env__num_threads": 1,
-    "env__max_episode_steps": 12,
-    "algorithm__symmetry": "both",
-}
+MIRRORED = RECURRENT | run_helpers.options("""env__id=Go1Joystick env__num_threads=1
+    env__max_episode_steps=12 algorithm__symmetry=both""")
 
 
 @pytest.mark.slow

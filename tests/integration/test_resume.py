@@ -32,26 +32,15 @@ from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.logging import Log, Timer
 from embodied_ppo.training.run_system import RunSystem
 
-TINY = {
-    "name": "tiny",
-    "updates": 8,
-    "save_every": 4,
-    "seed": 3,
-    "env": {"id": "InvertedPendulum-v4", "num_envs": 8, "num_threads": 1, "max_episode_steps": 20},
-    "model": {"hidden": [16]},
-    "algorithm": {
-        "horizon": 16,
-        "global_batch_size": 32,
-        "update_epoch": 2,
-        "lr_schedule": "linear",
-        "reward_norm": "running",
-        "use_kl_in_reward": True,
-        "kl_ctrl": {"type": "adaptive", "kl_coef": 0.1, "horizon": 50.0},
-        "entropy_bonus": 0.01,
-        "entropy_target": 0.5,
-    },
-    "evaluation": {"episodes": 4, "num_envs": 4},
-}
+TINY = run_helpers.nested(
+    run_helpers.options("""name=tiny updates=8 save_every=4 seed=3 env.id=InvertedPendulum-v4
+    env.num_envs=8 env.num_threads=1 env.max_episode_steps=20 model.hidden=[16]
+    algorithm.horizon=16 algorithm.global_batch_size=32 algorithm.update_epoch=2
+    algorithm.lr_schedule=linear algorithm.reward_norm=running algorithm.use_kl_in_reward=true
+    algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.1 algorithm.kl_ctrl.horizon=50.0
+    algorithm.entropy_bonus=0.01 algorithm.entropy_target=0.5 evaluation.episodes=4
+    evaluation.num_envs=4""")
+)
 
 
 def tiny(run_dir: Path, **changes: object) -> Config:
@@ -161,17 +150,9 @@ def test_complete_run_is_continued_where_it_has_more_updates(tmp_path, capfd) ->
     assert (run_dir / "checkpoints" / "damaged_step_000008").is_dir()
 
 
-OVERRIDES = [
-    "experiment=cartpole",
-    "env.num_envs=4",
-    "algorithm.horizon=8",
-    "algorithm.global_batch_size=16",
-    "algorithm.update_epoch=1",
-    "evaluation.episodes=2",
-    "evaluation.video_episodes=0",
-    "updates=100000",
-    "save_every=5",
-]
+OVERRIDES = run_helpers.words("""experiment=cartpole env.num_envs=4 algorithm.horizon=8
+    algorithm.global_batch_size=16 algorithm.update_epoch=1 evaluation.episodes=2
+    evaluation.video_episodes=0 updates=100000 save_every=5""")
 
 
 def start(run_dir: Path, *options: str) -> subprocess.Popen:

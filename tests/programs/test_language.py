@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import run_helpers
 import torch
 import yaml
 from run_helpers import run_command
@@ -37,16 +38,9 @@ Capture = pytest.CaptureFixture[str]
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 1, "intermediate_size": 32}
-SMALL = [
-    *(f"actor.model.architecture.{name}={size}" for name, size in SIZES.items()),
-    "warm_start.steps=2",
-    "algorithm.rollout_batch_size=8",
-    "algorithm.global_batch_size=4",
-    "evaluation.episodes=8",
-    "updates=2",
-    "eval_every=0",
-    "device=cpu",
-]
+SMALL = run_helpers.words("""warm_start.steps=2 algorithm.rollout_batch_size=8
+    algorithm.global_batch_size=4 evaluation.episodes=8 updates=2 eval_every=0 device=cpu""")
+SMALL += [f"actor.model.architecture.{name}={size}" for name, size in SIZES.items()]
 TINY = ["experiment=arithmetic", *SMALL]
 
 
@@ -132,20 +126,11 @@ def test_learning_rate_of_critic_is_not_adapted(actor: Any, critic: str) -> None
     assert language_models.critic_config(algorithm, config.critic).lr_schedule == critic
 
 
-STATEFUL_OPTIONS = [
-    "algorithm.adv_type=rloo",
-    "algorithm.group_size=2",
-    "algorithm.reward_norm=running",
-    "algorithm.use_kl_in_reward=true",
-    "algorithm.kl_ctrl.type=adaptive",
-    "algorithm.kl_ctrl.kl_coef=0.1",
-    "algorithm.kl_ctrl.horizon=50",
-    "algorithm.entropy_bonus=0.01",
-    "algorithm.entropy_target=0.5",
-    "algorithm.lr_schedule=adaptive",
-    "algorithm.lr=1e-3",
-    "data.shuffle=success",
-]
+STATEFUL_OPTIONS = run_helpers.words("""algorithm.adv_type=rloo algorithm.group_size=2
+    algorithm.reward_norm=running algorithm.use_kl_in_reward=true
+    algorithm.kl_ctrl.type=adaptive algorithm.kl_ctrl.kl_coef=0.1 algorithm.kl_ctrl.horizon=50
+    algorithm.entropy_bonus=0.01 algorithm.entropy_target=0.5 algorithm.lr_schedule=adaptive
+    algorithm.lr=1e-3 data.shuffle=success""")
 
 
 @pytest.mark.slow
@@ -252,22 +237,12 @@ def gsm8k() -> tuple[list[str], Path]:
     model = save_model(
         Path("model"), [row[key] for row in train_rows for key in ("question", "answer")]
     )
-    options = [
-        "experiment=gsm8k_qwen2_5_0_5b",
-        f"actor.model.path={model}",
-        f"data.train=[{write_lines('train.jsonl', train_rows)}]",
-        f"data.eval=[{write_lines('test.jsonl', test_rows)}]",
-        "actor.model.dtype=float32",
-        "algorithm.rollout_batch_size=8",
-        "algorithm.global_batch_size=4",
-        "algorithm.prompt_length=200",
-        "algorithm.response_length=12",
-        "algorithm.micro_batch_tokens=1000",
-        "evaluation.episodes=6",
-        "updates=1",
-        "device=cpu",
-        "run_dir=run",
-    ]
+    options = run_helpers.words("""experiment=gsm8k_qwen2_5_0_5b actor.model.dtype=float32
+        algorithm.rollout_batch_size=8 algorithm.global_batch_size=4 algorithm.prompt_length=200
+        algorithm.response_length=12 algorithm.micro_batch_tokens=1000 evaluation.episodes=6
+        updates=1 device=cpu run_dir=run""")
+    train, test = write_lines("train.jsonl", train_rows), write_lines("test.jsonl", test_rows)
+    options += [f"actor.model.path={model}", f"data.train=[{train}]", f"data.eval=[{test}]"]
     return options, model
 
 
