@@ -45,6 +45,7 @@ from tests.ppo import test_language_actor as test_split
 from tests.ppo import test_robot_actor as test_learner
 from tests.ppo.test_robot_actor_ranks import merged
 
+pytestmark = pytest.mark.slow
 T, N, TIMEOUT_S = 2, 8, 120
 UPDATES = 2
 MODELS = [
@@ -298,7 +299,6 @@ def results(worlds: Callable[[int], Processes], folder: Path) -> Callable[[int, 
     return result
 
 
-@pytest.mark.slow
 @with_world_sizes([case for case in CASES if case not in FOR_FOUR], FOR_FOUR)
 def test_sharded_update_equals_unsharded_one(
     case: str, processes: Processes, results: Callable[[int, str, bool], Any]
@@ -349,7 +349,6 @@ def language_update(case: str, sharded: bool) -> Any:
     return (None if x.ranks.rank else state), metrics
 
 
-@pytest.mark.slow
 @with_world_sizes([case for case in LANGUAGE_CASES if case != "a token budget"], ["a token budget"])
 def test_sharded_language_model_equals_unsharded_one(case: str, processes: Processes) -> None:
     full, sharded = processes(language_update, case, False), processes(language_update, case, True)
@@ -381,7 +380,6 @@ def gathered_blocks(folder: Path) -> tuple[int, int, int, int]:
     return before, local_bytes(learner)[0], len(blocks), most
 
 
-@pytest.mark.slow
 def test_at_most_two_blocks_are_gathered_at_once(processes: Processes, folder: Path) -> None:
     results = processes(gathered_blocks, folder)
     (total,) = {before for before, *_ in results}
@@ -391,7 +389,6 @@ def test_at_most_two_blocks_are_gathered_at_once(processes: Processes, folder: P
         assert blocks == 4 and 1 <= most <= 2
 
 
-@pytest.mark.slow
 def test_gradients_and_moments_are_sharded(
     processes: Processes, results: Callable[[int, str, bool], Any]
 ) -> None:
@@ -405,7 +402,6 @@ def test_gradients_and_moments_are_sharded(
         assert max(sizes[i] for sizes in sharded) < 1.2 * full[0][i] / processes.world
 
 
-@pytest.mark.slow
 def test_memory_estimate_equals_allocated_memory(
     processes: Processes, folder: Path, results: Callable[[int, str, bool], Any]
 ) -> None:
@@ -451,7 +447,6 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.slow
 def test_one_rank_can_act_alone_with_gathered_weights(processes: Processes, folder: Path) -> None:
     (state, log_prob), *_ = processes(acting_alone, folder, True)
     (other, none), *_ = processes(acting_alone, folder, False)
@@ -501,7 +496,6 @@ def resumed_states(
     return states
 
 
-@pytest.mark.slow
 @with_world_sizes(["mlp", "openvla", "language"], ["tokens"])
 def test_checkpoints_resume_sharded_and_unsharded(
     case: str, processes: Processes, folder: Path
@@ -529,6 +523,5 @@ def broken(folder: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.slow
 def test_loss_that_is_not_finite_stops_all_ranks(processes: Processes, folder: Path) -> None:
     assert all("epoch 0" in text for text in processes(broken, folder))

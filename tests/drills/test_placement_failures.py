@@ -26,7 +26,7 @@ from embodied_ppo.programs import runs
 from embodied_ppo.training import checkpoint
 from tests.integration.test_placements import SMALL, rows
 
-pytestmark = pytest.mark.usefixtures("eight_slots")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("eight_slots")]
 
 ROOT = Path(__file__).resolve().parents[2]
 HYBRID = run_helpers.options("""placement=hybrid cluster.devices_per_node=2
@@ -68,7 +68,6 @@ def handles(system: Any) -> dict[str, Any]:
 SIMULATORS, POLICY = "env rank 0", "rollout,actor rank 0"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "phase"), [(SIMULATORS, "collect"), (POLICY, "update")])
 def test_killed_process_is_named_at_once(victim: str, phase: str, tmp_path) -> None:
     with ExitStack() as stack:
@@ -97,7 +96,6 @@ def test_killed_process_is_named_at_once(victim: str, phase: str, tmp_path) -> N
     assert run_helpers.processes_ended(*pids)
 
 
-@pytest.mark.slow
 def test_killed_learner_is_named_among_its_group(tmp_path) -> None:
     with ExitStack() as stack:
         longer = run_helpers.options("""placement=fused cluster.devices_per_node=4
@@ -116,7 +114,6 @@ def test_killed_learner_is_named_among_its_group(tmp_path) -> None:
     assert run_helpers.processes_ended(*(h.pid for h in processes_by_name.values()))
 
 
-@pytest.mark.slow
 def test_stopped_process_is_named_after_the_time_limit(tmp_path) -> None:
     with ExitStack() as stack:
         system = build_system(tmp_path, stack, **{"cluster.step_timeout_s": 12.0})
@@ -135,7 +132,6 @@ def test_stopped_process_is_named_after_the_time_limit(tmp_path) -> None:
     assert run_helpers.processes_ended(frozen.pid, waiting.pid)
 
 
-@pytest.mark.slow
 def test_simulator_that_exceeds_its_time_limit_is_named(tmp_path) -> None:
     """The limit is below the duration of any step, so the first step that is checked exceeds it."""
     with ExitStack() as stack:
@@ -150,7 +146,6 @@ def test_simulator_that_exceeds_its_time_limit_is_named(tmp_path) -> None:
             system.collect(20_000, update=7)
 
 
-@pytest.mark.slow
 def test_error_of_one_process_is_raised_by_the_driver(tmp_path) -> None:
     with ExitStack() as stack:
         system = build_system(tmp_path, stack, **{"placement": "fused"})
@@ -168,7 +163,6 @@ def test_error_of_one_process_is_raised_by_the_driver(tmp_path) -> None:
         assert system.update(experience, update=0)  # other processes continue
 
 
-@pytest.mark.slow
 def test_restarted_run_equals_an_undisturbed_one(tmp_path, monkeypatch) -> None:
     """SIGKILL in the third rollout, with one restart, gives the same weights and metrics.
 
@@ -211,7 +205,6 @@ def descendants(pid: int) -> dict[int, str]:
     return commands
 
 
-@pytest.mark.slow
 def test_killed_raylet_is_named(tmp_path) -> None:
     """The raylet also dies where other programs fill /dev/shm (SIGBUS).
 
@@ -239,20 +232,13 @@ def test_killed_raylet_is_named(tmp_path) -> None:
 
 
 # ------------------------------------------------------------------------------------ full memory
-IMAGES: dict[str, Any] = {
-    "env.id": "Pong-v5",
-    "env.num_envs": 4,
-    "env.max_episode_steps": 50,
-    "env.kwargs": {"img_height": 168, "img_width": 168},
-    "algorithm.horizon": 192,
-    "algorithm.global_batch_size": 384,
-    "algorithm.update_epoch": 1,
-    "evaluation.episodes": 1,
-    "updates": 1,
-    # Convolutions would take longer than everything else.
-    "model.network": f"{ROOT / 'scripts/examples/own_network.py'}:Residual",
-    "model.network_options": {"width": 8},
-}
+IMAGES: dict[str, Any] = run_helpers.options("""env.id=Pong-v5 env.num_envs=4
+    env.max_episode_steps=50 algorithm.horizon=192 algorithm.global_batch_size=384
+    algorithm.update_epoch=1 evaluation.episodes=1 updates=1""")
+IMAGES |= {"env.kwargs": {"img_height": 168, "img_width": 168}}
+# Convolutions would take longer than everything else.
+IMAGES |= {"model.network": f"{ROOT / 'scripts/examples/own_network.py'}:Residual"}
+IMAGES |= {"model.network_options": {"width": 8}}
 """Options with 87 MB of images per update."""
 
 
@@ -265,7 +251,6 @@ def small_store(request) -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("small_store")
 def test_experience_larger_than_the_object_store_is_spilled_to_disk(tmp_path) -> None:
     disaggregated, local = tmp_path / "apart", tmp_path / "local"
@@ -276,7 +261,6 @@ def test_experience_larger_than_the_object_store_is_spilled_to_disk(tmp_path) ->
     assert rows(disaggregated) == rows(local)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "small_store", [{"local_fs_capacity_threshold": 0.001}], indirect=True, ids=["full disk"]
 )

@@ -135,13 +135,8 @@ def test_placements_with_two_learners_equal_each_other(local: Path, cached_run: 
     assert equal_tensors(weights(separate), weights(fused))
     # Noise does not depend on the process that draws it.
     assert [row["tokens"] for row in metrics[:2]] == [row["tokens"] for row in expected[:2]]
-    for tag in (
-        "rollout/return",
-        "advantage/std",
-        "value/explained_variance",
-        "rollout/epoch",
-        "rollout/truncated",
-    ):
+    for tag in run_helpers.words("""rollout/return advantage/std value/explained_variance
+            rollout/epoch rollout/truncated"""):
         assert metrics[1][tag] == pytest.approx(expected[1][tag], rel=1e-5), tag
 
 

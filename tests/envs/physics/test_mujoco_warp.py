@@ -41,16 +41,8 @@ class Swing(Task):
 
     id = "Swing"
     decimation, max_episode_steps, reset_noise, step_noise = 2, 12, 4, 1
-    fields = (
-        "xpos",
-        "xmat",
-        "site_xpos",
-        "site_xmat",
-        "sensordata",
-        "cvel",
-        "cfrc_ext",
-        "body_mass",
-    )
+    fields = ("xpos", "xmat", "site_xpos", "site_xmat")
+    fields += ("sensordata", "cvel", "cfrc_ext", "body_mass")
 
     def __init__(self, stage: Any = "velocity") -> None:
         self.stage = stage
@@ -255,13 +247,8 @@ class Recordable(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        assert name not in (
-            "_local_scalar_dense",
-            "nonzero",
-            "masked_select",
-            "lift_fresh",
-            "lift_fresh_copy",
-        ), name
+        assert name not in ("_local_scalar_dense", "nonzero", "masked_select"), name
+        assert name not in ("lift_fresh", "lift_fresh_copy"), name
         if name in ("index", "index_put", "index_put_"):
             for x in args[1]:
                 known = x is None or (x.dtype != torch.bool and id(x) in self.known)
