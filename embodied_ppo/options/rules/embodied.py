@@ -193,8 +193,8 @@ def _check_model(config: Config) -> None:
         " pass through whole columns": recurrent and a.minibatch_unit != "column",
         f"model.max_log_std = {show(bound)} must be a number, or [a, b] with b <= a; write"
         f" model.max_log_std={high:g}": len(bounds) != 2 or bounds[1] > bounds[0],
-        f"write model.state_dependent_std=false: model.max_log_std = {show(bound)} falls as a"
-        " learned deviation": isinstance(bound, tuple) and model.state_dependent_std,
+        f"write model.max_log_std={high:g}: {show(bound)} falls, as only a deviation that is equal"
+        " in all states can": isinstance(bound, tuple) and model.state_dependent_std,
         f"model.min_log_std = {low:g} must be < model.max_log_std = {show(bound)}; defaults: -5 and"
         " 2": not low < min(bounds, default=2.0),
         f"model.init_log_std = {initial:g} must be >= model.min_log_std = {low:g} and <="
