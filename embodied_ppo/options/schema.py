@@ -174,8 +174,7 @@ class RealismConfig:
     """Standard deviation of the normal noise of each element and step, in the unit of the
     observation; or a section by name. Images and integers have none."""
     obs_bias: NonNegative | dict[str, Any] = 0.0
-    """Half-width b of the constant error of each element, drawn from [-b, b] per episode, in the
-    unit of the observation; or a section by name."""
+    """Bound of an element's constant error in an episode, in its unit; or a section by name."""
     obs_dropout: Fraction | dict[str, Any] = 0.0
     """Probability that an observation is lost, so that the policy reads the previous one again; or
     a section by name. The first observation of an episode is never lost."""
@@ -1029,8 +1028,7 @@ class RewardConfig:
 @dataclass(frozen=True)
 class WarmStartConfig:
     steps: Natural = option(0, read_if=is_set("data.task"))
-    """Number of supervised optimiser steps before PPO, on 128 demonstrations of data.task each; 0:
-    none. The result is cached on disk between runs."""
+    """Supervised steps before PPO, each on 128 demonstrations of data.task; 0: none."""
 
 
 CLONING = positive("cloning.steps")

@@ -87,8 +87,10 @@ class PPO(LearnerState):
             if not warmup or isinstance(self.critic, SharedCritic):
                 # Epochs x minibatches: each epoch is a new permutation of the samples, each
                 # minibatch one step of AdamW on ``PPOLoss``.
-                factor = schedules.entropy_factor(c, update, optimizer.updates)
-                optimizer.loss.coefficients["entropy"] = self.entropy_coef * factor
+                entropy_coef = self.entropy_coef
+                if c.entropy_end != 1.0:
+                    entropy_coef *= schedules.entropy_factor(c, update, optimizer.updates)
+                optimizer.loss.coefficients["entropy"] = entropy_coef
                 # Only a rollout of these weights must agree with them.
                 optimizer.begin(batch, update, critic_only=warmup, current=current)
                 for epoch in range(c.update_epoch):
