@@ -25,8 +25,7 @@ ANSWER_KEYS = (
     *("reward_model", "ground_truth", "answer", "label", "completion", "output", "response"),
     "solution",
 )
-"""Keys of a row that may hold the correct answer, in order of preference. The value of
-``reward_model`` (verl) has a key ``ground_truth``."""
+"""Keys that may hold the answer, in order; ``reward_model`` (verl) has a key ``ground_truth``."""
 
 
 UNREAD_KEYS = ("image", "images", "video", "videos", "audio", "audios")

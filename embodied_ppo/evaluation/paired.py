@@ -32,8 +32,7 @@ PERTURBATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "distractor": ("kwargs", {"distractors": True}),
     "position": ("kwargs", {"jitter": 2.0}),
 }
-"""Name -> option of section env, and the entries that it gets. Ranges are those of
-``embodied_envs.tabletop_bench``, in m, rad and factors."""
+"""Name -> option of section env and its entries, in m, rad and factors as in ``tabletop_bench``."""
 
 SEEN = ("camera", "light", "distractor")  # perturbations that only a policy with cameras observes
 

@@ -174,7 +174,8 @@ class RealismConfig:
     """Standard deviation of the normal noise of each element and step, in the unit of the
     observation; or a section by name. Images and integers have none."""
     obs_bias: NonNegative | dict[str, Any] = 0.0
-    """Bound of an element's constant error in an episode, in its unit; or a section by name."""
+    """Half-width b of the constant error of each element, drawn from [-b, b] per episode, in the
+    unit of the observation; or a section by name."""
     obs_dropout: Fraction | dict[str, Any] = 0.0
     """Probability that an observation is lost, so that the policy reads the previous one again; or
     a section by name. The first observation of an episode is never lost."""
@@ -889,7 +890,8 @@ class CriticModelConfig:
     lora_rank: Annotated[int, Limit(ge=0, le=10**5)] | None = option(
         None, read_if=(CRITIC_MODEL, CRITIC_FILES)
     )
-    """Rank of the critic's adapters, beside a trained value head; 0: none; null: the actor's."""
+    """Rank of adapters on the critic, beside a value head that is trained whole; 0: all weights are
+    trained; null: actor.model.lora_rank."""
 
 
 @dataclass(frozen=True)
@@ -1028,7 +1030,8 @@ class RewardConfig:
 @dataclass(frozen=True)
 class WarmStartConfig:
     steps: Natural = option(0, read_if=is_set("data.task"))
-    """Supervised steps before PPO, each on 128 demonstrations of data.task; 0: none."""
+    """Number of supervised optimiser steps before PPO, on 128 demonstrations of data.task each; 0:
+    none. The result is cached on disk between runs."""
 
 
 CLONING = positive("cloning.steps")
@@ -1047,7 +1050,7 @@ class CloningConfig:
     vision-language-action models, the result is cached on disk between runs. Language models learn
     the responses in the rows of data.train."""
     dataset: Text | None = option(None, mode="embodied", read_if=CLONING)
-    """Demonstrations in LeRobot's layout (v2.0 to v3.0); null: some of the task's expert."""
+    """Demonstrations in LeRobot's layout (v2.0 to v3.0); null: record some of the task's expert."""
     episodes: Count = option(2000, mode="embodied", read_if=CLONING)
     """Number of demonstrations to learn from, the first ones of the data set."""
     exclude_episodes: tuple[Natural, ...] = option((), mode="embodied", read_if=CLONING)
@@ -1116,7 +1119,8 @@ class ClusterConfig:
     """Number of parts of the environments of a rollout process. While one part simulates, in
     another process or in EnvPool's threads, the policy acts for the next."""
     max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
-    """Rollouts ahead of the updates; 0: strictly on-policy. Others need own devices for actor."""
+    """Rollouts ahead of the updates; 0: strictly on-policy. More needs separate devices for
+    actor."""
     shard: bool = False
     """Shard every parameter, gradient and optimiser state over the processes of actor (FSDP2), for
     models that do not fit on one device. A layer is gathered only while it computes."""
@@ -1238,7 +1242,8 @@ class EvaluateConfig:
     model: Text | None = option(None, mode="reasoning")
     """Directory of a transformers model, measured on data instead of a checkpoint."""
     episodes: Count = 100
-    """Number of episodes, each from its own seed; language: of the first held-out prompts."""
+    """Number of episodes to measure, each from its own seed; of a language model the number of
+    held-out prompts, the first ones."""
     num_envs: Count = option(16, mode="embodied")
     """Number of environments that are evaluated together."""
     seed: Natural = 0

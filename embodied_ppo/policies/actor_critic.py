@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -106,8 +105,8 @@ class ActorCritic(nn.Module):
         """Distribution of the numbers of an action."""
         self.state_dependent_std = bool(config.state_dependent_std)
         self.uses_softplus = config.state_dependent_std == "softplus"
-        self.log_std_bounds = partial(dist.log_std_bounds, config)
-        self.log_std_range = self.log_std_bounds()
+        self.max_log_std = config.max_log_std
+        self.log_std_range = (config.min_log_std, dist.largest_log_std(config.max_log_std))
         actor_spec, critic_spec = _split_observations(obs_spec, config)
         has_critic = critic_spec is not None
         self.encoder = Encoder(actor_spec, config)
@@ -274,7 +273,8 @@ class ActorCritic(nn.Module):
         if self.log_std is not None:
             # A clamped parameter has no gradient beyond its bounds, and would stay there for ever.
             with torch.no_grad():
-                self.log_std.clamp_(*self.log_std_bounds(progress))
+                high = dist.largest_log_std(self.max_log_std, progress)
+                self.log_std.clamp_(self.log_std_range[0], high)
         self.encoder.observe(obs, mask)
         if self.critic_encoder is not None:
             self.critic_encoder.observe(obs, mask)

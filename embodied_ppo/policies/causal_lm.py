@@ -31,8 +31,8 @@ LOGIT_BYTES = 64 << 20
 """Largest float32 logits computed at once; larger ones in chunks, see ``token_statistics``."""
 CUDA_LOGIT_BYTES = 1 << 30  # largest size of the float32 logits of a chunk on a GPU
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
-"""Largest accepted difference between our logits and those of transformers, as a share of the
-largest logit, in float32 and in half precision."""
+"""Largest difference from transformers' logits, as a share of the largest: float32, half
+precision."""
 
 SUPPORTED = (
     "take Llama, SmolLM, Mistral, Qwen 2 or 3 (also with experts), Gemma 1 to 3, Phi 3 or 4,"

@@ -14,8 +14,6 @@ import torch
 from torch import Generator, Tensor
 from torch.nn import functional as F
 
-from embodied_ppo.options.schema import ModelConfig
-
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 HALF_LOG_2PI_E = HALF_LOG_2PI + 0.5
 BETA_MARGIN = 1e-6
@@ -26,15 +24,14 @@ IMPOSSIBLE = -1e9
 """Logit of a choice that is not possible: its probability is exactly 0, and p log p is not NaN."""
 
 
-def log_std_bounds(config: ModelConfig, progress: float = 0.0) -> tuple[float, float]:
-    """Return the bounds of a Gaussian's log_std after a share ``progress`` of the run.
+def largest_log_std(bound: float | tuple[float, ...], progress: float = 0.0) -> float:
+    """Return the upper bound of a Gaussian's log_std after a share ``progress`` of the run.
 
-    The upper one falls from a to b of max_log_std: a + (b - a) progress.
+    Args:
+        bound: A number; or (a, b), of which the result is a + (b - a) progress.
+        progress: From 0 to 1.
     """
-    low, high = config.min_log_std, config.max_log_std
-    if isinstance(high, tuple):
-        high = high[0] + (high[1] - high[0]) * progress
-    return low, high
+    return bound[0] + (bound[1] - bound[0]) * progress if isinstance(bound, tuple) else bound
 
 
 def gaussian_noise(

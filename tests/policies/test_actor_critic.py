@@ -221,14 +221,6 @@ def test_log_std_limits(dependent):
         torch.testing.assert_close(entropy, torch.full_like(entropy, limit + normal))
 
 
-def test_a_bound_of_log_std_falls_during_the_run():
-    policy = make("vector", init_log_std=0.5, max_log_std=(0.5, -1.5))
-    obs, rows = observe("vector", 8), torch.ones(8, dtype=torch.bool)
-    for progress, bound in ((0.0, 0.5), (0.25, 0.0), (1.0, -1.5)):
-        policy.observe(obs, rows, progress)
-        assert policy.log_std is not None and policy.log_std.tolist() == pytest.approx([bound] * 3)
-
-
 # --------------------------------------------------------------------------------------- normaliser
 def test_observation_normaliser():
     torch.manual_seed(0)

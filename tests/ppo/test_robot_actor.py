@@ -388,6 +388,15 @@ def test_a_deviation_beyond_its_bound_is_moved_back():
     assert (policy.log_std > -1).all()
 
 
+def test_the_bound_of_the_deviation_falls_during_the_run():
+    """It is a + (b - a) (u + 1) / 10 after update u of ten."""
+    learner = make(model={"init_log_std": 0.5, "max_log_std": [0.5, -1.5]})
+    assert isinstance(learner.policy, ActorCritic) and learner.policy.log_std is not None
+    for update, bound in ((0, 0.3), (4, -0.5), (9, -1.5)):
+        learner.update(experience(learner), update=update)
+        assert learner.policy.log_std.tolist() == pytest.approx([bound] * ACTIONS)
+
+
 # ------------------------------------------------------------------------------------- permutations
 @pytest.mark.parametrize("unit", ["step", "column"])
 def test_every_epoch_is_a_fresh_permutation(unit):

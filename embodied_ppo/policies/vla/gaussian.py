@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -33,7 +32,8 @@ class Gaussian(VLAPolicy, Generic[Context]):
     def build_scale(self, config: ModelConfig) -> None:
         """Create the standard deviations."""
         self.log_std = nn.Parameter(torch.full((self.chunk, self.size), config.init_log_std))
-        self.bounds = partial(dist.log_std_bounds, config)
+        self.max_log_std = config.max_log_std
+        self.bounds = config.min_log_std, dist.largest_log_std(config.max_log_std)
 
     @abstractmethod
     def read(self, context: Context) -> tuple[Tensor, Tensor]:
@@ -42,14 +42,15 @@ class Gaussian(VLAPolicy, Generic[Context]):
     def _read(self, context: Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean and log_std float32 [B, C, A], and the input of the value head [B, D]."""
         mean, hidden = self.read(context)
-        log_std = self.log_std.clamp(*self.bounds()) + math.log(self.temperature)
+        log_std = self.log_std.clamp(*self.bounds) + math.log(self.temperature)
         return mean, log_std.expand_as(mean), hidden
 
     def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
         """See ``ActorCritic.observe``."""
         super().observe(obs, mask)
         with torch.no_grad():
-            self.log_std.clamp_(*self.bounds(progress))
+            high = dist.largest_log_std(self.max_log_std, progress)
+            self.log_std.clamp_(self.bounds[0], high)
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
         """See ``Policy.noise``."""

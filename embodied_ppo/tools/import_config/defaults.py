@@ -12,8 +12,8 @@ from embodied_ppo.core import guarded_files
 from embodied_ppo.options import loader
 
 LIMIT = 10_000
-"""Largest number of values in a file, and of characters that a ``${..}`` expands to: a few lines of
-YAML aliases and references can expand to more than fits in memory."""
+"""Largest number of values in a file, and of characters of a ``${..}``: a few lines of YAML aliases
+and references can expand to more than fits in memory."""
 LARGEST_FILE = 1 << 17
 """Largest size of a file, bytes; parsing takes about 1 s for 100,000."""
 
