@@ -19,7 +19,7 @@ import run_helpers
 import torch
 from packaging.requirements import Requirement
 
-from embodied_ppo.commands import main
+from embodied_ppo.commands import doctor, main
 from embodied_ppo.tools import machine_checks
 from embodied_ppo.tools.machine_checks import BACKENDS, Check, CheckFailed
 
@@ -80,7 +80,7 @@ def test_three_problems_in_one_process(tmp_path, monkeypatch, capsys) -> None:
     assert rows["envpool"]["fix"] == "pip install --force-reinstall --no-deps envpool"
     # The same checks as a table; checking again would take as long.
     checks = [Check(**row) for row in rows.values()]
-    monkeypatch.setattr(machine_checks, "run_checks", lambda: checks)
+    monkeypatch.setattr(doctor, "run_checks", lambda: checks)
     assert main.main(["doctor"]) == 1
     table = capsys.readouterr().out
     assert re.search(r"^problem  envpool +ImportError: libGLEW", table, re.MULTILINE)
