@@ -4,8 +4,8 @@
 
 The source is parsed, and a short training run of CartPole is profiled (``--no-run`` leaves it out).
 ``[tool.embodied_ppo.limits]`` in pyproject.toml holds the limit of each number, which the table
-shows and tests/scripts/test_structure.py checks. Lines of code are lines without docstrings (PEP 257:
-the string after an assignment is one, too), comments and blank lines.
+shows and tests/scripts/test_structure.py checks. Lines of code are lines without comments, blank
+lines and docstrings; the string after an assignment is one, too (PEP 257).
 """
 
 from __future__ import annotations

@@ -338,10 +338,11 @@ class ModelConfig:
     """Non-linearity of the hidden layers (convolutions use relu)."""
     layer_norm: bool = option(False, read_if=TRUNK)
     """Apply layer normalisation before each hidden activation."""
-    wide_obs: Count | None = option(None, read_if=TRUNK)
-    """Vector observations of more numbers than this, n, are multiplied by sqrt(wide_obs / n) after
-    their normalisation, so that the first layer's outputs, and their changes by a step of Adam, are
-    no larger than with wide_obs inputs; null: off."""
+    base_inputs: Count | None = option(None, read_if=TRUNK)
+    """Vector observations of more numbers than this, n, are multiplied by base_inputs / n after
+    their normalisation, and the initial weights of the first layer by sqrt(n / base_inputs), so
+    that its outputs, and their changes by a step of Adam, are no larger than with base_inputs
+    inputs; null: off."""
     shared_backbone: bool = True
     """Share one trunk between policy and value; false: separate trunks."""
     distribution: Literal["auto", "gaussian", "squashed_gaussian", "beta", "categorical"] = option(

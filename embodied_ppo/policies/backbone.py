@@ -264,14 +264,18 @@ class DefaultTrunk(nn.Module):
         if size == 0:
             raise ConfigError("env: the observation is empty; nothing to act on")
         self.inputs = size  # size of what the hidden layers and the recurrent layer read
-        # x ← x·√(w/n) with w = wide_obs: the first outputs have the variance of w inputs, and
-        # changes of all weights by ±lr, of independent signs, move them by lr·√w, not lr·√n.
-        wide = config.wide_obs
-        ratio = 1.0 if wide is None else wide / max(encoder.vector_size, 1)
-        self.scale = min(1.0, math.sqrt(ratio))
+        # x ← x·w/n and W ← W·√(n/w) with w = base_inputs: the first outputs have the variance of w
+        # inputs, and changes of all weights by ±lr move them by at most lr·w·|x|, not lr·n·|x|
+        # (Yang & Hu 2021, μP, for Adam).
+        base, wide = config.base_inputs, encoder.vector_size
+        self.scale = 1.0 if base is None else min(1.0, base / max(wide, 1))
         layers: list[nn.Module] = []
         for size_in, size_out in pairwise((size + recurrent, *config.hidden)):
-            layers.append(linear(size_in, size_out, HIDDEN_GAIN))
+            layer = linear(size_in, size_out, HIDDEN_GAIN)
+            if not layers:
+                with torch.no_grad():
+                    layer.weight[:, features : features + wide] *= self.scale**-0.5
+            layers.append(layer)
             if config.layer_norm:
                 layers.append(nn.LayerNorm(size_out))
             layers.append(ACTIVATIONS[config.activation]())

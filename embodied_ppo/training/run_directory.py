@@ -44,13 +44,13 @@ ROUNDING_OPTIONS = ("device", "threads", "compile")
 """Options that change results by rounding only; one line reports all changes."""
 SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.decode")
 SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
-SAME_FUNCTION += ("model.state_dependent_std", "model.obs_eps", "model.wide_obs")
+SAME_FUNCTION += ("model.state_dependent_std", "model.obs_eps", "model.base_inputs")
 """Options that change the function which the same weights compute."""
 FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "algorithm.rollout_epoch", "env.num_envs", "seed", "teacher"),
     # With other values the same weights are another function.
     *("model.activation", "model.state_dependent_std", "model.decode", "model.distribution"),
-    "model.wide_obs",
+    "model.base_inputs",
     # With other values the weights do not fit the model, or belong to other observations.
     *("model.policy", "model.hidden", "model.critic_hidden", "model.shared_backbone"),
     *("model.actor_obs", "model.critic_obs"),

@@ -254,14 +254,17 @@ def test_observation_normaliser():
     [("vector", None, 1), ("vector", 5, 1), ("vector", 2, 0.4**0.5), ("dict", 1, 7**-0.5)],
 )
 def test_wide_observations_are_scaled(spec: str, limit: int | None, factor: float) -> None:
-    """With at most two inputs, five enter the first layer as x·√(2/5).
+    """For two base inputs, five enter the first layer as x·√(2/5), with weights times √(5/2).
 
-    The features of images are inputs of the first layer, too, but no vectors.
+    A step of all weights by lr then moves the outputs by lr·Σx·2/5. The features of images are
+    inputs of the first layer, too, but no vectors.
     """
-    policy, plain = make(spec, wide_obs=limit), make(spec)
+    policy, plain = make(spec, base_inputs=limit), make(spec)
     inputs = plain.encode(observe(spec, 8))
     scaled = {**inputs, VECTOR: inputs[VECTOR] * factor}
     torch.testing.assert_close(policy.value(inputs), plain.value(scaled))
+    moved = {**inputs, VECTOR: inputs[VECTOR] * factor**2}
+    torch.testing.assert_close(policy.trunk.join(inputs), plain.trunk.join(moved))
 
 
 # ------------------------------------------------------------------------------------------- errors

@@ -145,7 +145,7 @@ class ImportedPolicy:
             "model.network": None,
             "model.hidden": [layer.outputs for layer in self.actor[:-1]],
             "model.layer_norm": False,
-            "model.wide_obs": None,
+            "model.base_inputs": None,
             "model.shared_backbone": False,
             "model.recurrent": None,
             "model.history": 1,
