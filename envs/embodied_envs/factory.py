@@ -113,16 +113,14 @@ def make(
         ("num_envs num_threads max_episode_steps", _is_count, "a whole number, at least 1"),
         ("render_size image_size", _is_size, "(height, width), at least 1 each"),
         ("cameras obs_keys", _is_list, "a list of names"),
-        ("ranges kwargs commands rewards", _is_mapping, "a dictionary, or None"),
+        ("ranges kwargs commands rewards realism", _is_mapping, "a dictionary, or None"),
         ("randomize", lambda x: isinstance(x, bool), "True or False"),
     ):
         for name in names.split():
-            value = getattr(options, name)
+            value = given[name]
             if value is not None and not is_valid(value):
                 raise EnvError(f"env.id={id}: {name}={value!r} must be {kind}")
     check_count(f"env.id={id}: action_chunk", action_chunk, 1)
-    if not isinstance(realism, Mapping | None):
-        raise EnvError(f"env.id={id}: realism={realism!r} must be a dictionary, or None")
     try:
         torch.device(device)
     except (RuntimeError, TypeError) as error:

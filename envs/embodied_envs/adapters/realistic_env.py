@@ -13,7 +13,7 @@ from embodied_envs.adapters.actions import policy_bounds
 from embodied_envs.adapters.spaces import PRIVILEGED
 from embodied_envs.adapters.wrapper import EnvWrapper
 from embodied_envs.base import tree
-from embodied_envs.base.errors import EnvError, choose, show
+from embodied_envs.base.errors import EnvError, check_keys, choose, show
 from embodied_envs.base.observation_names import names_observation
 from embodied_envs.base.random import normal, sampling_key, uniform
 from embodied_envs.types import ArraySpec, Box, Composite, Obs, Step, VectorEnv, has_action_mask
@@ -102,11 +102,7 @@ class _Reader:
         self.env, self.options = env, dict(options)
         self.specs = tree.named(env.obs_spec, STATE)
         known = ["obs_keys", *(f.name for f in fields(Realism) if f.name != "parts")]
-        for name in self.options:
-            if name not in known:
-                raise EnvError(
-                    f"env.realism.{name}: no such option; {choose(name, known, 'it has ')}"
-                )
+        check_keys("env.realism", self.options, known)
         keys = self.options.get("obs_keys")
         # A mask of choices is never disturbed.
         public = [n for n, x in self.specs.items() if not PRIVILEGED.search(n)]
@@ -369,13 +365,10 @@ class RealisticEnv(EnvWrapper):
         Raises ValueError where the state was saved with other options of section env.realism.
         """
         own, buffers = state.get("realism"), self._buffers()
-        if own is None or {n: x.shape for n, x in own.items()} != {
-            n: x.shape for n, x in buffers.items()
-        }:
+        if tree.map(Tensor.size, own) != tree.map(Tensor.size, buffers):
             raise ValueError("the simulator's state was saved with other options of env.realism")
         obs = self.env.load_state(state["env"])
-        for name, x in buffers.items():
-            x.copy_(own[name])
+        tree.map(Tensor.copy_, buffers, own)
         self._draw()
         return self._replaced(obs, tree.map(Tensor.clone, self._read))
 

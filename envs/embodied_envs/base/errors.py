@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -74,6 +74,13 @@ def check_names(path: str, names: Sequence[str], choices: Iterable[str]) -> None
         check_choice(path, name, choices)
         if list(names).count(name) > 1:
             raise EnvError(f"{path}={list(names)} has {name!r} more than once")
+
+
+def check_keys(path: str, keys: Iterable[str], known: Collection[str]) -> None:
+    """Raise EnvError unless every option ``path.key`` is one of ``known``."""
+    for key in keys:
+        if key not in known:
+            raise EnvError(f"{path}.{key} is unknown; {choose(key, list(known), 'there are ')}")
 
 
 def check_count(path: str, value: Any, low: int, high: int | None = None) -> None:

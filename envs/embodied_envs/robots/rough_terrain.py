@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from embodied_envs.base.errors import EnvError
+from embodied_envs.base.errors import EnvError, check_count
 from embodied_envs.robots.velocity import VelocityCommands
 from embodied_envs.tasks.task import State
 from embodied_envs.tasks.terrain import KINDS, Terrain, next_level
@@ -69,12 +69,9 @@ class RoughTerrain(VelocityCommands):
         """
         super().__init__(resample_s, standing, command_curriculum)
         self.terrain = Terrain(terrain, levels, terrain_seed, id=self.id)
-        is_level = isinstance(level, int) and not isinstance(level, bool) and 0 <= level < levels
-        if level not in (CURRICULUM, UNIFORM) and not is_level:
-            raise EnvError(
-                f"env.id={self.id}: env.kwargs.level={level!r} must be {CURRICULUM}, {UNIFORM} or a"
-                f" whole number from 0 to {levels - 1} (env.kwargs.levels={levels})"
-            )
+        if level not in (CURRICULUM, UNIFORM):
+            path = f"env.id={self.id}: write {CURRICULUM}, {UNIFORM} or a level: env.kwargs.level"
+            check_count(path, level, 0, levels - 1)
         self.level, self.names = level, self.terrain.kinds
 
     # ------------------------------------------------------------------------------------ the model

@@ -16,11 +16,11 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from embodied_envs.adapters.user_code import import_user_module, wrap_errors
-from embodied_envs.base.errors import EnvError, check_range, choose, show
+from embodied_envs.base.errors import EnvError, check_keys, check_range, show
 from embodied_envs.registration import OWN
 from embodied_envs.tasks.task import State, Task
 
@@ -83,17 +83,13 @@ def make(
         EnvError: The class lacks a function, does not take an option, or fails.
     """
     parameters = inspect.signature(task_class).parameters
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    if not takes_any and (unknown := [name for name in kwargs if name not in parameters]):
-        choices = "the task takes none"
-        if parameters:
-            choices = choose(unknown[0], list(parameters), "there are ")
-        raise EnvError(f"env.id={id}: env.kwargs.{unknown[0]} is unknown; {choices}")
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        check_keys(f"env.id={id}: env.kwargs", kwargs, parameters)
     with wrap_errors(f"env.id={id}: env.kwargs={kwargs}: "):
         task = task_class(**kwargs)
     if commands:
+        check_keys(f"env.id={id}: env.commands", commands, task.commands)
         for name, bounds in commands.items():
-            _check_known(id, f"env.commands.{name}", name, task.commands)
             check_range(f"env.id={id}: env.commands.{name}", bounds)
         task.commands = {**task.commands, **{k: (x[0], x[1]) for k, x in commands.items()}}
     if rewards:
@@ -106,28 +102,19 @@ def _changed_rewards(
 ) -> dict[str, dict[str, float]]:
     """Return ``task.rewards`` with changed weights and parameters; EnvError if one is invalid."""
     rewards, terms = {name: dict(x) for name, x in task.rewards.items()}, task.available_terms()
+    check_keys(f"env.id={id}: env.rewards", changes, terms)
     for name, values in changes.items():
         option = f"env.rewards.{name}"
-        _check_known(id, option, name, terms)
         if not isinstance(values, Mapping):
             number = values if isinstance(values, (int, float)) else 1
             raise EnvError(f"write {option}.weight={number}: env.id={id}: {option}={show(values)}")
         parameters = inspect.signature(terms[name]).parameters.values()
         numbers = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        check_keys(f"env.id={id}: {option}", values, ["weight", *numbers])
         for key, x in values.items():
-            _check_known(id, f"{option}.{key}", key, ["weight", *numbers])
             if isinstance(x, bool) or not isinstance(x, (int, float)) or not math.isfinite(x):
                 raise EnvError(f"write a finite number: env.id={id}: {option}.{key}={show(x)}")
         rewards[name] = rewards.get(name, {}) | dict(values)
         if "weight" not in rewards[name]:
             raise EnvError(f"write {option}.weight: env.id={id}: the term has no weight")
     return rewards
-
-
-def _check_known(id: str, option: str, name: str, names: Collection[str]) -> None:
-    """Raise EnvError unless an option's last part is one of ``names``."""
-    if not names:
-        raise EnvError(f"remove {option}: env.id={id} has no such options")
-    if name not in names:
-        known = choose(name, list(names), "there are ")
-        raise EnvError(f"{known}: env.id={id}: {option} is unknown")
