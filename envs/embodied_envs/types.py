@@ -232,6 +232,8 @@ class VectorEnv(ABC):
     """Physics steps of one step where the simulator can delay the control by some of them."""
     cameras_enabled = True
     """Whether a step renders images; some simulators can omit it."""
+    can_truncate = False
+    """Whether there is ``truncate_next``; if not, callers use ``reset_where`` after the step."""
     is_asynchronous = False
     """Whether ``send`` and ``receive`` are the halves of a step, which runs in the meantime."""
 
@@ -273,14 +275,6 @@ class VectorEnv(ABC):
     def joint_state(self) -> dict[str, Tensor]:
         """Return positions and velocities [N, ..] of our own tasks, else {}."""
         return {}
-
-    @property
-    def can_truncate(self) -> bool:
-        """Whether the simulator has ``truncate_next``.
-
-        If not, the caller uses ``reset_where`` after the step.
-        """
-        return False
 
     def truncate_next(self, where: Tensor) -> None:
         """Let the next ``step`` truncate episodes of environments, bool [N].

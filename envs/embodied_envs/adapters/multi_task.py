@@ -145,6 +145,7 @@ class MultiTaskEnv(VectorEnv):
         if len({info.gripper_closes for info in infos}) == 1:
             self.gripper_closes = first.gripper_closes
         self.is_asynchronous = all(part.is_asynchronous for part, _ in self.parts)
+        self.can_truncate = all(part.can_truncate for part, _ in self.parts)
 
     def _join(self, parts: Sequence[Tensor | None], fill: float = 0.0) -> Tensor:
         """Return the rows of all parts, [N, ..]; ``fill`` in parts that have none."""
@@ -227,11 +228,6 @@ class MultiTaskEnv(VectorEnv):
         """See ``VectorEnv``: the sum over the tasks that count."""
         counts = [x for env, _ in self.parts if (x := env.unstable) is not None]
         return torch.stack(counts).sum() if counts else None
-
-    @property
-    def can_truncate(self) -> bool:
-        """See ``VectorEnv``."""
-        return all(env.can_truncate for env, _ in self.parts)
 
     def truncate_next(self, where: Tensor) -> None:
         """See ``VectorEnv``."""

@@ -16,7 +16,7 @@ class EnvWrapper(VectorEnv):
     def __init__(self, env: VectorEnv) -> None:
         self.env = env
         self.num_envs = env.num_envs
-        self.physics_steps = env.physics_steps
+        self.physics_steps, self.can_truncate = env.physics_steps, env.can_truncate
         self.to_simulator = env.to_simulator
         self.copy_info(env.info)
 
@@ -34,11 +34,6 @@ class EnvWrapper(VectorEnv):
     def terrain_level(self) -> Tensor | None:
         """See ``VectorEnv``."""
         return self.env.terrain_level
-
-    @property
-    def can_truncate(self) -> bool:
-        """See ``VectorEnv``."""
-        return self.env.can_truncate
 
     def truncate_next(self, where: Tensor) -> None:
         """See ``VectorEnv``."""

@@ -73,6 +73,8 @@ class MujocoEnv(VectorEnv):
     before.
     """
 
+    can_truncate = True
+
     def __init__(self, id: str, task: Task, physics: Physics, options: AdapterOptions) -> None:
         """Validate the task and start the first episodes.
 
@@ -339,11 +341,6 @@ class MujocoEnv(VectorEnv):
     def unstable(self) -> Tensor:
         """See ``VectorEnv``."""
         return self._unstable
-
-    @property
-    def can_truncate(self) -> bool:
-        """See ``VectorEnv``."""
-        return True
 
     @property
     def terrain_level(self) -> Tensor | None:
