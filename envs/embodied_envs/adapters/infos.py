@@ -37,8 +37,7 @@ def read_numbers(info: Any, num_envs: int) -> dict[str, Tensor]:
     numbers: dict[str, Tensor] = {}
     for path, number in _entries(info, num_envs):
         if tag := curve_name(path):
-            tensor = number if isinstance(number, Tensor) else torch.from_numpy(number)
-            numbers.setdefault(tag, tensor)
+            numbers.setdefault(tag, number)
     return numbers
 
 
@@ -53,7 +52,7 @@ def curve_name(path: str) -> str:
     return re.sub(r"[^\w./-]+", "_", re.sub(_GROUPS, r"\1", path)).strip("/_")[:100]
 
 
-def _entries(info: Any, num_envs: int, path: str = "") -> Iterator[tuple[str, np.ndarray | Tensor]]:
+def _entries(info: Any, num_envs: int, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield "a/b" and the number, [N] or [1], of each entry of nested dictionaries."""
     for name, value in info.items() if isinstance(info, Mapping) else ():
         if not _is_entry(name):
@@ -65,14 +64,11 @@ def _entries(info: Any, num_envs: int, path: str = "") -> Iterator[tuple[str, np
             if path.count("/") < 3:
                 yield from _entries(value, num_envs, f"{path}{name}/")
             continue
-        number = _array(value, num_envs)
+        number = to_numbers(value, num_envs)
         if number is None:
             continue
         if here is not None and len(number) == num_envs and not here.all():
-            if isinstance(number, Tensor):
-                number = number.where(torch.from_numpy(here).to(number.device), torch.nan)
-            else:
-                number[~here] = np.nan
+            number = number.where(torch.from_numpy(here).to(number.device), torch.nan)
         yield path + name, number
 
 
@@ -113,13 +109,7 @@ def single_numbers(info: Any) -> dict[str, float]:
 
 
 def to_numbers(value: Any, num_envs: int) -> Tensor | None:
-    """Return a value as float32 [N] or [1]; None if it is neither N numbers nor one."""
-    number = _array(value, num_envs)
-    return torch.from_numpy(number) if isinstance(number, np.ndarray) else number
-
-
-def _array(value: Any, num_envs: int) -> np.ndarray | Tensor | None:
-    """Return a value as ``to_numbers`` does, in numpy unless it is a tensor, in new memory."""
+    """Return N numbers or one as float32 [N] or [1] in new memory; None for other values."""
     with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
         if isinstance(value, Tensor):
             if value.is_complex() or value.numel() not in (1, num_envs):
@@ -131,7 +121,7 @@ def _array(value: Any, num_envs: int) -> np.ndarray | Tensor | None:
         if array.dtype == object:  # numbers of some environments
             array = np.array([_float(x) for x in array.reshape(-1)])
         if array.dtype.kind in "biuf" and array.size in (1, num_envs):
-            return array.reshape(-1).astype(np.float32)
+            return torch.from_numpy(array.reshape(-1).astype(np.float32))
     return None
 
 
