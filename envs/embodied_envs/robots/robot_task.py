@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 import mujoco
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from embodied_envs.robots.observation_parts import MEASURED_SENSORS, Part
@@ -59,13 +59,8 @@ class RobotTask(TermTask):
         """Store the robot's indices and constants as tensors."""
         super().bind(model, device, dtype)
         self.robot = robot = RobotModel(model, self.preparation.key)
-
-        def tensor(x: ArrayLike) -> Tensor:
-            return torch.tensor(np.asarray(x), device=device, dtype=dtype)
-
-        def index(x: ArrayLike) -> Tensor:
-            return torch.tensor(np.asarray(x, dtype=np.int64), device=device)
-
+        tensor = partial(torch.tensor, device=device, dtype=dtype)
+        index = partial(torch.tensor, device=device, dtype=torch.int64)
         # Control: the action 0, the scale of each actuator, and the range.
         actuators, scales = robot.actuators, [a.scale for a in robot.actuators]
         for pattern, scale in self.action_scale.items():

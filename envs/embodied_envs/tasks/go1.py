@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import mujoco
-import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from embodied_envs.robots.observation_parts import Part
@@ -85,10 +84,7 @@ class Go1Joystick(VelocityCommands):
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Store the home pose and the feet."""
         super().bind(model, device, dtype)
-
-        def tensor(x: ArrayLike) -> Tensor:
-            return torch.tensor(np.asarray(x), device=device, dtype=dtype)
-
+        tensor = partial(torch.tensor, device=device, dtype=dtype)
         feet = [model.site(name).id for name in ("FR", "FL", "RR", "RL")]
         self.feet, self.floor = torch.tensor(feet, device=device), model.geom("floor").id
         self.qpos0, self.home = tensor(model.key("home").qpos), tensor(model.key("home").ctrl)

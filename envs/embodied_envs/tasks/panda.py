@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 import mujoco
-import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from embodied_envs.base.errors import EnvError
@@ -142,10 +141,7 @@ class PandaPickCube(PickTerms):
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         """Store the initial pose, bounds and scales."""
         super().bind(model, device, dtype)
-
-        def tensor(x: ArrayLike) -> Tensor:
-            return torch.tensor(np.asarray(x), device=device, dtype=dtype)
-
+        tensor = partial(torch.tensor, device=device, dtype=dtype)
         self.gripper, home = model.site("gripper").id, model.key("home")
         self.cube_geom = model.geom("box").id
         self.touched_geoms = [

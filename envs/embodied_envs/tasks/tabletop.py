@@ -223,9 +223,7 @@ class Tabletop(Task):
         def real(x: Any) -> Tensor:
             return torch.tensor(np.array(x), dtype=dtype, device=device)
 
-        def integer(x: Any) -> Tensor:
-            return torch.tensor(np.array(x), dtype=torch.int64, device=device)
-
+        integer = functools.partial(torch.tensor, dtype=torch.int64, device=device)
         cs, names = self.combinations, self.names
         kinds = [names.index(c.family) for c in cs]
         # One row per kind of episode.
