@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import spaces
+from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
-from embodied_envs.types import ArraySpec, Obs, VectorEnv, choices_of
+from embodied_envs.types import Obs, VectorEnv, choices_of
 
 SUCCESS_KEYS = ("success", "is_success")
 """Entries of a simulator's info that mean success."""
@@ -97,13 +98,11 @@ class Adapter(VectorEnv):
 
     def _zeros(self) -> Obs:
         """Return an observation of zeros: the result of ``reset_where`` without an environment."""
-
-        def zeros(spec: ArraySpec) -> Tensor:
-            return torch.zeros(self.num_envs, *spec.shape, dtype=spec.dtype, device=self.device)
-
-        if isinstance(self.obs_spec, dict):
-            return {name: zeros(spec) for name, spec in self.obs_spec.items()}
-        return zeros(self.obs_spec)
+        zeros = {
+            name: torch.zeros(self.num_envs, *spec.shape, dtype=spec.dtype, device=self.device)
+            for name, spec in tree.named(self.obs_spec).items()
+        }
+        return zeros if isinstance(self.obs_spec, dict) else zeros[""]
 
     def close(self) -> None:
         """Close the simulator. A second call has no effect."""

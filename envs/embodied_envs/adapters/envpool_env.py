@@ -251,7 +251,8 @@ class EnvPoolEnv(Adapter):
         """Return the arguments of envpool.make besides the number of environments and seeds."""
         arguments = dict(options.kwargs or {})
         check_kwargs(self.id, arguments, _RESERVED)
-        arguments["num_threads"] = options.num_threads or min(self.num_envs, _cores())
+        cores = len(os.sched_getaffinity(0))  # EnvPool's default is all cores of the machine
+        arguments["num_threads"] = options.num_threads or min(self.num_envs, cores)
         if options.max_episode_steps is not None:
             arguments["max_episode_steps"] = options.max_episode_steps
         if self._render_size is not None:
@@ -344,11 +345,6 @@ class EnvPoolEnv(Adapter):
                 f"num_envs={int(free_gb / each_gb)} is the most that fits: {self.num_envs} need"
                 f" {needed_gb:.1f} GB ({each_gb * 1000:.0f} MB each), {free_gb:.1f} GB are free"
             )
-
-
-def _cores() -> int:
-    """Return the number of cores this process may use; EnvPool's default is all cores."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Mallinfo2(ctypes.Structure):
