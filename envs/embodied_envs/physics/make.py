@@ -21,7 +21,8 @@ from embodied_envs.physics.cameras import Cameras
 from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.engine import Physics
 from embodied_envs.physics.mujoco_cpu import BatchPhysics
-from embodied_envs.physics.mujoco_env import MujocoEnv, reads_privileged
+from embodied_envs.physics.mujoco_env import MujocoEnv
+from embodied_envs.physics.task_validation import PRIVILEGED
 from embodied_envs.tasks import Task
 from embodied_envs.tasks.task import Stage
 
@@ -133,7 +134,8 @@ def make(id: str, options: AdapterOptions, *, engine: str) -> MujocoEnv:
     ) -> MujocoEnv:
         """Create the worlds."""
         randomization = Randomization(model, all_ranges)
-        privileged_fields = task.privileged_fields if reads_privileged(task, obs_keys) else ()
+        reads_privileged = PRIVILEGED in (obs_keys or ()) and task.has_privileged()
+        privileged_fields = task.privileged_fields if reads_privileged else ()
         try:
             physics = make_physics(
                 model,
@@ -170,10 +172,7 @@ def _measure_capacities(env: MujocoEnv) -> dict[str, int]:
     Raises:
         EnvError: The default capacities are too small.
     """
-    from embodied_envs.physics.mujoco_warp import WarpPhysics
-
-    physics = env.physics
-    assert isinstance(physics, WarpPhysics)
+    physics: Any = env.physics  # a ``WarpPhysics``
     generator = torch.Generator(env.device).manual_seed(0)
     env.reset()
     for _ in range(WARM_UP_STEPS):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from embodied_envs.physics.domain_randomization import Randomization
 from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
 from embodied_envs.physics.joint_offsets import JointOffsets
 from embodied_envs.physics.pushes import Pushes
-from embodied_envs.physics.task_validation import PRIVILEGED, STATE, TaskValidator
+from embodied_envs.physics.task_validation import STATE, TaskValidator
 from embodied_envs.tasks.task import Task
 from embodied_envs.types import ArraySpec, Box, Obs, Step, VectorEnv
 
@@ -30,34 +30,6 @@ PUSH_INTERVAL_S = (5.0, 10.0)
 
 _RESET, _STEP = 0, 1
 """Streams of random numbers, see ``base.random``; that of pushes is 2."""
-
-
-def _address(x: Tensor) -> int:
-    """Return where the memory of a tensor begins; 0: a tensor of a subclass has none of its own."""
-    try:
-        return x.untyped_storage().data_ptr()
-    except RuntimeError:
-        return 0
-
-
-def reads_privileged(task: Task, obs_keys: Sequence[str] | None) -> bool:
-    """Return whether ``obs_keys`` names the group that ``task.privileged`` computes."""
-    return PRIVILEGED in (obs_keys or ()) and task.has_privileged()
-
-
-class _StepResult(NamedTuple):
-    """Reward, flags and logged numbers of a control step, [N] each.
-
-    ``unstable`` is None if no world is.
-    """
-
-    reward: Tensor
-    terminated: Tensor
-    truncated: Tensor
-    success: Tensor | None
-    kind: Tensor | None
-    unstable: Tensor | None
-    info: dict[str, Tensor] | None
 
 
 class MujocoEnv(VectorEnv):
@@ -117,9 +89,6 @@ class MujocoEnv(VectorEnv):
         self._all_worlds = torch.ones_like(zeros, dtype=torch.bool)
         self._truncation_mask = torch.zeros_like(self._all_worlds)
         """Worlds whose episode the next step truncates, bool [N]."""
-        # A task may have an attribute of this name that is no function.
-        named = callable(task.reward_terms)
-        self._reward_terms = task.reward_terms if named else lambda *_: {}
         validator = TaskValidator(id, task, physics, self.num_envs)
         start = validator.start(lambda: task.reset(self._start_numbers()[0]))
         self.s: dict[str, Tensor] = dict(physics.fields) | {
@@ -128,8 +97,6 @@ class MujocoEnv(VectorEnv):
         """The state that the task's functions read; the engine updates its tensors in place."""
         self._variables = [k for k in start if k not in INITIAL_FIELDS]
         self._before = validator.before(self.s)
-        state = (*self.s.values(), *self._before.values())
-        self._addresses = {0, *map(_address, state)}
         if self._carries_over:
             validator.carry_over(self.s, start, self._start_numbers()[0])
         self._begin(self._all_worlds)
@@ -165,8 +132,7 @@ class MujocoEnv(VectorEnv):
         Raises:
             EnvError: There is no base to push, or an episode is shorter than every interval.
         """
-        step_s = self.step_s
-        assert step_s is not None  # the constructor sets it
+        step_s = self.task.decimation * float(self.physics.model.opt.timestep)
         low, high = (max(1, round(x / step_s)) for x in PUSH_INTERVAL_S)
         if low >= self._time_limit:
             raise EnvError(
@@ -363,14 +329,14 @@ class MujocoEnv(VectorEnv):
         # One stream per environment: the counter holds episode and step.
         steps = self._elapsed + (self._episode << 32)
         u = physics.uniform(self._seeds, _STEP, steps, task.step_noise)
-        result = self._evaluate(action, u)
-        ended = result.terminated | result.truncated
+        result, unstable = self._evaluate(action, u)
+        ended = result["terminated"] | result["truncated"]
         if self.cameras_enabled:
             obs = self._observe(self._all_worlds)
         else:
             obs = self._with_first_obs(self._last_obs, ended)
-        if result.unstable is not None:
-            obs = tree.where(result.unstable, self._last_obs, obs)
+        if unstable is not None:
+            obs = tree.where(unstable, self._last_obs, obs)
         final_obs = None
         if self.autoreset and (not physics.host_readable or bool(ended.any())):
             final_obs = obs
@@ -379,34 +345,30 @@ class MujocoEnv(VectorEnv):
         else:
             self._store_before()
         self._store_obs(obs)
-        return Step(
-            obs=obs,
-            reward=result.reward.to(torch.float32),
-            terminated=result.terminated,
-            truncated=result.truncated,
-            mask=torch.ones_like(ended),
-            final_obs=final_obs,
-            success=result.success,
-            task=result.kind,
-            info=result.info,
-        )
+        return Step(obs=obs, mask=torch.ones_like(ended), final_obs=final_obs, **result)
 
-    def _evaluate(self, action: Tensor, u: Tensor) -> _StepResult:
+    def _evaluate(self, action: Tensor, u: Tensor) -> tuple[dict[str, Any], Tensor | None]:
         """Return reward and flags of the simulated step, and advance the task's variables.
+
+        A task may return its variables, which ``advance`` and the next episode change in place:
+        the results are copies.
 
         Args:
             action: [N, A], within its bounds.
             u: [N, step_noise], random numbers in [0, 1).
+
+        Returns:
+            Those fields of ``Step``, and the unstable worlds, bool [N]; None if there are none.
         """
         task, s = self.task, self.s
-        terms, own = self._reward_terms(self._before, s, action), self._own
+        terms = task.reward_terms(self._before, s, action)
         reward = task.total(terms) if terms else None
-        reward = own(task.reward(self._before, s, action) if reward is None else reward)
+        reward = task.reward(self._before, s, action) if reward is None else reward
+        reward = reward.to(torch.float32, copy=True)
         numbers = torch.stack([*terms.values()]).float().unbind() if terms else ()
         info = dict(zip(terms, numbers, strict=True)) or None
-        terminated, success = own(task.terminated(s)), task.success(s)
-        success = None if success is None else own(success)
-        for name, value in [(k, own(x)) for k, x in task.advance(s, action, u).items()]:
+        terminated, success = task.terminated(s).clone(), tree.map(Tensor.clone, task.success(s))
+        for name, value in tree.map(Tensor.clone, task.advance(s, action, u)).items():
             s[name].copy_(value)
         self._hold()
         truncated = (self._elapsed >= self._time_limit) | self._truncation_mask
@@ -417,21 +379,14 @@ class MujocoEnv(VectorEnv):
         values = torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1)
         unstable = ~(values.abs() < HUGE).all(1)
         if self.physics.host_readable and not bool(unstable.any()):
-            return _StepResult(reward, terminated, truncated, success, kind, None, info)
-        reward = reward.masked_fill(unstable, 0.0)
-        terminated, truncated = terminated & ~unstable, truncated | unstable
-        success = None if success is None else success & ~unstable
-        self._unstable.add_(unstable.sum())
-        return _StepResult(reward, terminated, truncated, success, kind, unstable, info)
-
-    def _own(self, x: Tensor) -> Tensor:
-        """Return x, or a copy where it shares memory with the state, which changes in place.
-
-        A task may return its variables, which ``advance`` and the next episode change.
-        """
-        if torch.compiler.is_compiling():  # a copy is fused with the code around it
-            return x.clone()
-        return x.clone() if _address(x) in self._addresses else x
+            unstable = None
+        else:
+            reward = reward.masked_fill(unstable, 0.0)
+            terminated, truncated = terminated & ~unstable, truncated | unstable
+            success = None if success is None else success & ~unstable
+            self._unstable.add_(unstable.sum())
+        flags = {"terminated": terminated, "truncated": truncated, "success": success}
+        return {"reward": reward, **flags, "task": kind, "info": info}, unstable
 
     def _reset_where(self, mask: Tensor) -> Obs:
         """Start new episodes where ``mask`` bool [N] is True; return the current observation.

@@ -180,8 +180,7 @@ class TaskValidator:
                 if name != "success" or x is not None or type(task).success is not Task.success:
                     self._tensor(f"{name}()", x, shape, kind)
         with self._calling("reward_terms"):
-            terms = task.reward_terms(before, s, action) if callable(task.reward_terms) else {}
-            for name, x in terms.items():
+            for name, x in task.reward_terms(before, s, action).items():
                 self._tensor(f"reward_terms()[{name!r}]", x, (n,))
         with self._calling("advance"):
             values = task.advance(s, action, action.new_zeros(n, task.step_noise))
