@@ -169,18 +169,14 @@ class _Threads:
         self.datas = [mujoco.MjData(model) for _ in range(num_envs)]
         self.models = [model] * num_envs
         self.arrays: dict[str, np.ndarray] = {}
-        self.views: list[list[tuple[np.ndarray, Any]]] = [[] for _ in self.datas]
         self.varied: dict[str, np.ndarray] = {}
         self.pool = ThreadPoolExecutor(num_threads)
         self.blocks = [b for b in np.array_split(np.arange(num_envs), num_threads) if b.size]
 
     def bind(self, name: str) -> np.ndarray:
-        array = np.stack([np.asarray(getattr(d, name), dtype=np.float64) for d in self.datas])
-        self.arrays[name] = array
-        if name != "time":
-            for views, row, d in zip(self.views, array, self.datas, strict=True):
-                views.append((row, getattr(d, name)))
-        return array
+        rows = [np.asarray(getattr(d, name), dtype=np.float64) for d in self.datas]
+        self.arrays[name] = np.stack(rows)
+        return self.arrays[name]
 
     def expand(self, name: str) -> np.ndarray:
         if name not in self.varied:
@@ -205,9 +201,8 @@ class _Threads:
 
     def _export(self, i: int) -> None:
         """Copy the fields of world ``i`` to the arrays."""
-        for row, view in self.views[i]:
-            row[...] = view
-        self.arrays["time"][i] = self.datas[i].time
+        for name, array in self.arrays.items():
+            array[i] = getattr(self.datas[i], name)
 
     def reset(self, ids: np.ndarray, stage: int) -> None:
         for i in ids:
@@ -218,10 +213,7 @@ class _Threads:
         """Compute the derived fields of the state in the arrays."""
         for i in ids:
             for name in STATE_FIELDS:
-                if name == "time":
-                    self.datas[i].time = float(self.arrays[name][i])
-                else:
-                    getattr(self.datas[i], name)[...] = self.arrays[name][i]
+                setattr(self.datas[i], name, self.arrays[name][i])
             mujoco.mj_forward(self.models[i], self.datas[i])
             self._export(i)
 
