@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from embodied_envs.base.errors import EnvError, check_choice, check_range
-from embodied_envs.robots.robot_model import RobotModel
+from embodied_envs.robots.robot_model import HINGE, RobotModel, drives_joint
 
 
 @dataclass(frozen=True)
@@ -26,21 +26,16 @@ class Range:
     Attributes:
         fields: MjModel fields.
         operation: "scale" multiplies by x, "add" adds x.
-        columns: Columns of the last dimension that change, of all fields or of each; (): all.
+        columns: Columns of the last dimension that change, of all fields or of each.
         per_element: Whether each element (for example a body) has its own x; else a world has one.
         of_base: Whether only the floating base of the robot changes.
     """
 
     fields: tuple[str, ...]
     operation: Literal["scale", "add"]
-    columns: tuple[slice, ...] = ()
+    columns: tuple[slice, ...] = (slice(None),)
     per_element: bool = True
     of_base: bool = False
-
-    def column(self, field: str) -> slice:
-        """Return the columns of a field that change."""
-        columns = self.columns or (slice(None),)
-        return columns[self.fields.index(field) % len(columns)]
 
 
 SERVO = ("actuator_gainprm", "actuator_biasprm")
@@ -117,7 +112,7 @@ class Randomization:
                 raise EnvError(f"remove env.ranges.{named[0]}: the robot has no floating base")
             self.base_body = base
         self.encoders = Encoders(model)
-        unused = () if self.encoders.servos else ("joint_offset",)  # no servo's bias changes
+        unused = () if len(self.encoders.gears) else ("joint_offset",)  # no servo's bias changes
         self.base: dict[str, Tensor] = {}
         for name in dict.fromkeys(f for r in ranges if r not in unused for f in RANGES[r].fields):
             x = torch.from_numpy(np.array(model_field(model, name), dtype=np.float64))
@@ -171,9 +166,9 @@ class Randomization:
                 if "actuator_biasprm" in sampled:
                     self.encoders.shift_bias(sampled["actuator_biasprm"], x)
                 continue
-            for field in (f for f in r.fields if f in sampled):
-                value = sampled[field]
-                columns = r.column(field)
+            for field, columns in zip(r.fields, itertools.cycle(r.columns)):
+                if (value := sampled.get(field)) is None:
+                    continue
                 if r.operation == "scale":
                     factor = x.index_select(1, self._driver) if field == "jnt_actfrcrange" else x
                     shape = (*factor.shape, *[1] * (value.ndim - 2))
@@ -197,28 +192,23 @@ class Encoders:
 
     Attributes:
         joints: Number of each hinge.
-        servos: Number of each position servo -> its hinge's place in ``joints``.
-        gears: Gear of each servo, [servos].
+        servo_index: Number of each position servo, [servos].
+        joint_of_servo: Place of its hinge in ``joints``, [servos].
+        gears: Its gear, [servos].
     """
 
     def __init__(self, model: mujoco.MjModel) -> None:
         """Find joints and servos of ``model``."""
-        self.joints: list[int] = []
-        self.servos: dict[int, int] = {}
-        gears: list[float] = []
-        for i in np.flatnonzero(_drives_joint(model)):
-            joint = int(model.actuator_trnid[i, 0])
-            if model.jnt_type[joint] != int(mujoco.mjtJoint.mjJNT_HINGE):
-                continue
-            if joint not in self.joints:
-                self.joints.append(joint)
-            gain, bias = model.actuator_gainprm[i, 0], model.actuator_biasprm[i, 1]
-            if bias == -gain != 0:  # force = gain (ctrl - gear · angle) - ..
-                self.servos[int(i)] = self.joints.index(joint)
-                gears.append(float(model.actuator_gear[i, 0]))
-        self.gears = torch.tensor(gears, dtype=torch.float64)
-        self.servo_index = torch.tensor(list(self.servos), dtype=torch.int64)
-        self.joint_of_servo = torch.tensor(list(self.servos.values()), dtype=torch.int64)
+        moved = model.actuator_trnid[:, 0]  # the joint of each actuator
+        own = np.flatnonzero(drives_joint(model))
+        own = own[model.jnt_type[moved[own]] == HINGE]
+        self.joints: list[int] = [*dict.fromkeys(moved[own].tolist())]
+        gain, bias = model.actuator_gainprm[own, 0], model.actuator_biasprm[own, 1]
+        servos = own[(bias == -gain) & (gain != 0)]  # force = gain (ctrl - gear · angle) - ..
+        self.gears = torch.tensor(model.actuator_gear[servos, 0])
+        self.servo_index = torch.tensor(servos)
+        places = [self.joints.index(joint) for joint in moved[servos].tolist()]
+        self.joint_of_servo = torch.tensor(places, dtype=torch.int64)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the tensors to a device."""
@@ -245,15 +235,9 @@ class Encoders:
 def _drivers(model: mujoco.MjModel) -> NDArray[np.int64]:
     """Return for each joint the last actuator that acts on it directly, [njnt]; 0 without one."""
     drivers = np.zeros(model.njnt, dtype=np.int64)
-    for i in np.flatnonzero(_drives_joint(model)):
+    for i in np.flatnonzero(drives_joint(model)):
         drivers[model.actuator_trnid[i, 0]] = i
     return drivers
-
-
-def _drives_joint(model: mujoco.MjModel) -> NDArray[np.bool_]:
-    """Return whether each actuator acts on one joint, [nactuator]."""
-    kinds = (mujoco.mjtTrn.mjTRN_JOINT, mujoco.mjtTrn.mjTRN_JOINTINPARENT)
-    return np.isin(model.actuator_trntype, [int(kind) for kind in kinds])
 
 
 def _check_motor_strength(model: mujoco.MjModel, ranges: Mapping[str, tuple[float, float]]) -> None:
@@ -261,15 +245,11 @@ def _check_motor_strength(model: mujoco.MjModel, ranges: Mapping[str, tuple[floa
 
     Raises EnvError.
     """
-    gains, biases = mujoco.mjtGain, mujoco.mjtBias
-    is_linear = np.isin(
-        model.actuator_gaintype, [int(gains.mjGAIN_FIXED), int(gains.mjGAIN_AFFINE)]
-    )
-    is_linear &= np.isin(
-        model.actuator_biastype, [int(biases.mjBIAS_NONE), int(biases.mjBIAS_AFFINE)]
-    )
+    # The types up to AFFINE are linear; muscles and others follow.
+    is_linear = model.actuator_gaintype <= int(mujoco.mjtGain.mjGAIN_AFFINE)
+    is_linear &= model.actuator_biastype <= int(mujoco.mjtBias.mjBIAS_AFFINE)
     limited = model.jnt_actfrclimited.astype(bool)
-    counts = np.bincount(model.actuator_trnid[_drives_joint(model), 0], minlength=model.njnt)
+    counts = np.bincount(model.actuator_trnid[drives_joint(model), 0], minlength=model.njnt)
     shared = np.flatnonzero(limited & (counts != 1))
     fault = ""
     if not is_linear.all():

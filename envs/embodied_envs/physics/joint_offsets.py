@@ -36,16 +36,12 @@ class JointOffsets:
         if not self._encoders.joints:
             value = list(randomization.ranges["joint_offset"])
             raise EnvError(f"remove env.ranges.joint_offset={value}: no actuator moves a hinge")
-        n, model = physics.fields["qpos"].shape[0], physics.model
-
-        def zeros(width: int) -> Tensor:
-            return torch.zeros(n, width, dtype=physics.dtype, device=physics.device)
-
+        model = physics.model
         addresses = [int(model.jnt_qposadr[j]) for j in self._encoders.joints]
         self._qpos_index = torch.tensor(addresses, dtype=torch.int64, device=physics.device)
-        self.offset = zeros(len(addresses))
+        self._qpos, self._ctrl = (torch.zeros_like(physics.fields[k]) for k in ("qpos", "ctrl"))
+        self.offset = torch.zeros_like(self._qpos[:, self._qpos_index])
         """[N, joints], rad."""
-        self._qpos, self._ctrl = zeros(model.nq), zeros(model.nu)
 
     def begin(self, where: Tensor, u: Tensor) -> None:
         """Set the offsets of new episodes.

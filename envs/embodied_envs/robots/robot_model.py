@@ -212,10 +212,8 @@ class RobotModel:
             is_position = bias[1] and model.actuator_dyntype[i] != INTEGRATOR
             kind = "position" if is_position else "velocity"
         is_muscle = model.actuator_gaintype[i] == int(mujoco.mjtGain.mjGAIN_MUSCLE)
-        transmissions = (mujoco.mjtTrn.mjTRN_JOINT, mujoco.mjtTrn.mjTRN_JOINTINPARENT)
         joint: int | None = int(model.actuator_trnid[i, 0])
-        moves_joint = model.actuator_trntype[i] in [int(x) for x in transmissions]
-        if not moves_joint or model.jnt_type[joint] < SLIDE:
+        if not drives_joint(model)[i] or model.jnt_type[joint] < SLIDE:
             joint = None
         low, high = (float(x) for x in model.actuator_ctrlrange[i])
         has_range = model.actuator_ctrllimited[i]
@@ -416,6 +414,12 @@ class RobotModel:
             *([Part("sensors", sensors)] if sensors else []),
             Part("last_action", tuple(actuator.name for actuator in self.actuators)),
         ]
+
+
+def drives_joint(model: mujoco.MjModel) -> NDArray[np.bool_]:
+    """Return whether each actuator acts on one joint, [nactuator]."""
+    kinds = (mujoco.mjtTrn.mjTRN_JOINT, mujoco.mjtTrn.mjTRN_JOINTINPARENT)
+    return np.isin(model.actuator_trntype, [int(kind) for kind in kinds])
 
 
 def driven_dofs(model: mujoco.MjModel) -> NDArray[np.int32]:
