@@ -116,8 +116,7 @@ class WarpPhysics:
             EnvError: mujoco_warp lacks a feature of the model, or a field is unknown.
         """
         self.device, self._warp_device = resolve_devices(device)
-        self._on_cpu = self.device.type == "cpu"
-        self.host_readable = self._on_cpu
+        self.host_readable = self._on_cpu = self.device.type == "cpu"
         self.model, self.cameras, self.randomization = adapt_model(model), cameras, randomization
         self.random_size, self.stage, self.num_envs = randomization.size, stage, num_envs
         self._graphs: dict[Hashable, Any] = {}

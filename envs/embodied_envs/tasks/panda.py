@@ -163,16 +163,15 @@ class PandaPickCube(PickTerms):
         return torch.cat([*arm, vectors, hand[:, 2], axes, cube[:, 2:], offsets], 1)
 
     def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
-        axes = "xyz"
         arm = [model.joint(i).name for i in range(7)]
         return [
             *((f"{joint} position", "rad") for joint in arm),
             ("finger position", "m"),
             *((f"{joint} velocity", "rad/s") for joint in arm),
-            *((f"gripper to cube {axis}", "m") for axis in axes),
-            *((f"cube to target {axis}", "m") for axis in axes),
-            *((f"up {axis}", None) for axis in axes),
-            *((f"cube {edge} axis {axis}", None) for edge in "xz" for axis in axes),
+            *((f"gripper to cube {axis}", "m") for axis in "xyz"),
+            *((f"cube to target {axis}", "m") for axis in "xyz"),
+            *((f"up {axis}", None) for axis in "xyz"),
+            *((f"cube {edge} axis {axis}", None) for edge in "xz" for axis in "xyz"),
             ("cube height", "m"),
             *((f"{joint} target minus position", "rad") for joint in arm),
             ("finger target minus position", "m"),

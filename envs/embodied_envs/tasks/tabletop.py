@@ -99,37 +99,29 @@ class Rule:
     method: Literal["tool", "push", "grasp"] = "grasp"
 
 
-def _less(high: float) -> tuple[float, float]:
-    return -INF, high
-
-
-def _more(low: float) -> tuple[float, float]:
-    return low, INF
-
-
-_A_IN_ZONE = {"a_flat": _less(0.04), "a_drop": LEVEL}
-_BOTH_IN_ZONE = _A_IN_ZONE | {"b_flat": _less(0.04), "b_drop": LEVEL} | RELEASED
+_A_IN_ZONE = {"a_flat": (-INF, 0.04), "a_drop": LEVEL}
+_BOTH_IN_ZONE = _A_IN_ZONE | {"b_flat": (-INF, 0.04), "b_drop": LEVEL} | RELEASED
 _BOTH_DOWN = {"a_drop": LEVEL, "b_drop": LEVEL} | RELEASED
 
 RULES: dict[str, Rule] = {
-    "reach": Rule({"a_goal": _less(0.04)}, goal="a", height=0.0, method="tool"),
-    "touch": Rule({"a_goal": _less(0.03)}, height=LOW[2], method="tool"),
+    "reach": Rule({"a_goal": (-INF, 0.04)}, goal="a", height=0.0, method="tool"),
+    "touch": Rule({"a_goal": (-INF, 0.03)}, height=LOW[2], method="tool"),
     "push": Rule(_A_IN_ZONE, method="push"),
-    "slide": Rule({"push": _less(0.02), "a_drop": LEVEL}, goal="cell", method="push"),
-    "lift": Rule({"a_drop": _less(0.02)}, goal="cell", height=0.11),
-    "carry": Rule({"a_drop": _less(0.02), "a_flat": _less(0.04)}, height=0.11),
+    "slide": Rule({"push": (-INF, 0.02), "a_drop": LEVEL}, goal="cell", method="push"),
+    "lift": Rule({"a_drop": (-INF, 0.02)}, goal="cell", height=0.11),
+    "carry": Rule({"a_drop": (-INF, 0.02), "a_flat": (-INF, 0.04)}, height=0.11),
     "put": Rule(_A_IN_ZONE | RELEASED),
-    "clear": Rule({"between": _more(0.08), "a_drop": LEVEL} | RELEASED, goal="cell", start="zone"),
+    "clear": Rule({"between": (0.08, INF), "a_drop": LEVEL} | RELEASED, goal="cell", start="zone"),
     "gather": Rule(_BOTH_IN_ZONE),
     "sort": Rule(_BOTH_IN_ZONE),
     "stack": Rule(
-        _BOTH_DOWN | {"a_flat": _less(0.02), "a_drop": (-0.01, 0.01)},
+        _BOTH_DOWN | {"a_flat": (-INF, 0.02), "a_drop": (-0.01, 0.01)},
         goal="on b",
         height=2 * HALF_EDGE,
     ),
     "unstack": Rule(_BOTH_DOWN, goal="cell", start="on b"),
-    "beside": Rule(_BOTH_DOWN | {"between": _less(0.06)}, goal="beside b", height=0.0),
-    "separate": Rule(_BOTH_DOWN | {"between": _more(0.1)}, goal="cell", start="beside b"),
+    "beside": Rule(_BOTH_DOWN | {"between": (-INF, 0.06)}, goal="beside b", height=0.0),
+    "separate": Rule(_BOTH_DOWN | {"between": (0.1, INF)}, goal="cell", start="beside b"),
 }
 WEIGHTS = {"tool": (0.0, 0.0, 1.0), "push": (0.3, 0.0, 0.7), "grasp": (0.2, 0.2, 0.6)}
 """Weights in ``Tabletop.reward`` of: tool near the block, block held, block near its goal."""
