@@ -90,14 +90,12 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
     checker.check_reset(actions)
     same, draws = "with the same seeds and actions", "draw all random numbers from the seeds, and"
     env.restart(seeds)
-    again = checker.run(env, actions)
     hint = f"{draws} clear all state in restart"
-    checker.compare(first, again, f"{same} after restart(seeds)", hint)
+    checker.compare(first, checker.run(env, actions), f"{same} after restart(seeds)", hint)
     env.restart(seeds)
-    scrambled = checker.run(env, actions, scramble=True)
     hint = "ignore actions in rows that only reset, and return copies of arrays that change later"
     violation = "with other actions on masked rows, and earlier results overwritten"
-    checker.compare(first, scrambled, violation, hint)
+    checker.compare(first, checker.run(env, actions, scramble=True), violation, hint)
     if factory is not None:
         other = factory([0, 1, 2, 3])
         second, hint = checker.run(other, actions[:50]), f"{draws} share no state"
@@ -210,7 +208,7 @@ class _Checker:
         run = _Run()
         previous: Any = env.reset()
         self.check_obs(previous, "reset()")
-        run.results.append(_copy(previous))
+        run.results.append(tree.map(Tensor.clone, previous))
         lengths = torch.zeros(env.num_envs, dtype=torch.int64)
         moved = torch.zeros(env.num_envs, dtype=torch.bool)
         # Environments whose episode ended without final_obs: their next row must be masked.
@@ -254,7 +252,7 @@ class _Checker:
 
             if scramble:
                 tree.map(lambda x: x.zero_(), previous)
-            run.results.append(_copy(step))
+            run.results.append(tree.map(Tensor.clone, step))
             previous = step
         return run
 
@@ -382,7 +380,7 @@ class _Checker:
 
         if len(actions) < 2 or not start():
             return True
-        reference = _leaves(_copy(env.step(actions[1])))
+        reference = _leaves(tree.map(Tensor.clone, env.step(actions[1])))
         for where, name in ((mask, "environment 0"), (torch.zeros_like(mask), "no environment")):
             start()
             obs = env.reset_where(where)
@@ -408,13 +406,13 @@ class _Checker:
         state = env.state()
         if state is None:
             return False
-        state, expected_obs = copy.deepcopy(state), _copy(obs)
-        expected_steps = [_copy(env.step(action)) for action in actions[half:]]
-        name = _first_difference(_copy(env.load_state(state)), expected_obs)
+        state, expected_obs = copy.deepcopy(state), tree.map(Tensor.clone, obs)
+        expected_steps = [tree.map(Tensor.clone, env.step(action)) for action in actions[half:]]
+        name = _first_difference(tree.map(Tensor.clone, env.load_state(state)), expected_obs)
         violation = f"load_state() returned another {name} than the one at state()"
         self.require(name is None, violation, "return the observation to act on")
         for t, (action, expected) in enumerate(zip(actions[half:], expected_steps, strict=True), 1):
-            name = _first_difference(_copy(env.step(action)), expected)
+            name = _first_difference(tree.map(Tensor.clone, env.step(action)), expected)
             violation = f"{t} steps after load_state(), {name} differs from the original run"
             hint = "save everything (step counters, random generators, pending resets)"
             self.require(name is None, violation, f"{hint}, or return None from state()")
@@ -470,10 +468,6 @@ def _leaves(result: Any) -> dict[str, Tensor]:
         values = {"observation": result.obs} | {name: getattr(result, name) for name in fields}
     present = {label: value for label, value in values.items() if value is not None}
     return {f"{label}{k}": x for label, value in present.items() for k, x in _named(value).items()}
-
-
-def _copy(result: Any) -> Any:
-    return tree.map(lambda x: x.clone(), result)
 
 
 def _first_difference(a: Any, b: Any) -> str | None:

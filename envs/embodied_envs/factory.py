@@ -131,9 +131,7 @@ def make(
     env = _make_env(id, simulator, options)
     if realism:
         env = _with_realism(env, realism, seeds, action_mapping)
-    if action_chunk == 1:
-        return env
-    return ChunkedActions(env, action_chunk)
+    return env if action_chunk == 1 else ChunkedActions(env, action_chunk)
 
 
 def _is_count(n: Any) -> bool:

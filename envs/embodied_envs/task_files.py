@@ -142,10 +142,6 @@ class TaskFiles:
         assert self.store is not None
         _install(self, self.store / "files")
 
-    def use_originals(self, *, changed: bool = False) -> None:
-        """Execute the originals in this process from now on; reload them if they changed."""
-        _install(self, None, reload=changed)
-
     def activate(self, say: Say = lambda line: None) -> None:
         """Execute the files of the run's start: the originals if unchanged, else the copies.
 
@@ -157,7 +153,7 @@ class TaskFiles:
             return
         changed = self.changed_originals()
         if changed == []:
-            return self.use_originals()
+            return _install(self, None)
         stored = None if self.store is None else read(self.store)
         if stored is None or not stored.complete:
             path = changed[0] if changed else self.files[0].name
@@ -201,7 +197,7 @@ def select(
         return task
     changed = stored.changed_originals()
     if changed == []:
-        stored.use_originals()
+        _install(stored, None)
         return stored
     names = join_names([str(path) for path in changed or ()])
     if changed and resumes and not allow:
@@ -212,7 +208,7 @@ def select(
     if changed and (allow or not stored.complete):
         reason = "allow_changed_task=true" if allow else "the run keeps no complete copy"
         say(f"task: {names} changed since training; executing the changed files ({reason})")
-        stored.use_originals(changed=True)
+        _install(stored, None, reload=True)
         return collect(id, kwargs)
     stored.use_copies()
     cause = f"{names} changed since training" if changed else f"{id} cannot be imported from here"
@@ -456,7 +452,10 @@ def _forget_changed_modules(sources: Mapping[str, Path]) -> None:
 
 
 def _install(task: TaskFiles, copies: Path | None, *, reload: bool = False) -> None:
-    """Execute ``task`` from now on; ``reload``: import its modules again in any case."""
+    """Execute ``task`` from now on: the originals, or its copies in a folder.
+
+    ``reload``: import its modules again in any case.
+    """
     global _active
     before = None if _active is None else _active.copies
     _active = _Active(task, copies)

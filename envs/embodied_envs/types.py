@@ -247,6 +247,10 @@ class VectorEnv(ABC):
             has_levels=self.terrain_level is not None,
         )
 
+    def error(self, message: str) -> EnvError:
+        """Return the exception of a message about this simulator."""
+        return EnvError(f"env.id={self.id}: {message}")
+
     def copy_info(self, info: EnvInfo) -> None:
         """Take over the description of other environments."""
         for name in _DESCRIBED:

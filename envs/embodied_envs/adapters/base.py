@@ -94,7 +94,7 @@ class Adapter(VectorEnv):
         self._check_open()
         spaces.check_seeds(self.id, seeds, self.num_envs)
         self._seeds = list(seeds)
-        self._seeds_are_new = True
+        self._seeds_are_new, self._success_key = True, None
 
     def _zeros(self) -> Obs:
         """Return an observation of zeros: the result of ``reset_where`` without an environment."""
@@ -143,7 +143,7 @@ class Adapter(VectorEnv):
         """Close ``env`` and raise EnvError unless it has as many environments as requested."""
         if num_envs != self.num_envs:
             env.close()
-            raise self._error(
+            raise self.error(
                 f"num_envs={self.num_envs}, but its vector has {num_envs} environments; write"
                 f" env.num_envs={num_envs} (or evaluation.num_envs and episodes)"
             )
@@ -151,30 +151,27 @@ class Adapter(VectorEnv):
     def _check_rows(self, x: Any, size: int) -> None:
         """Raise EnvError unless rewards or flags have one element for each environment."""
         if size != self.num_envs:
-            raise self._error(
+            raise self.error(
                 f"return reward, terminated and truncated of shape [{self.num_envs}]; one of them"
                 f" is {list(x.shape)}"
             )
 
-    def _error(self, message: str) -> EnvError:
-        return EnvError(f"env.id={self.id}: {message}")
-
     def _check_open(self) -> None:
         if self._closed:
-            raise self._error("it was closed; make a new one")
+            raise self.error("it was closed; make a new one")
 
     def _check_step(self, action: Tensor) -> None:
         """Raise EnvError unless ``step(action)`` is possible now."""
         self._check_open()
         if self._seeds_are_new:
-            raise self._error("step() before reset(); call reset() first")
+            raise self.error("step() before reset(); call reset() first")
         spaces.check_action(self.id, action, self._action_shape)
 
     def _check_render(self) -> tuple[int, int]:
         """Return (height, width) of images; raise EnvError if the options disable rendering."""
         self._check_open()
         if self._render_size is None:
-            raise self._error("rendering is disabled; make it with render=True")
+            raise self.error("rendering is disabled; make it with render=True")
         return self._render_size
 
     def _to_image(self, frame: Any) -> Tensor:
@@ -182,7 +179,7 @@ class Adapter(VectorEnv):
         if isinstance(frame, list | tuple):
             frame = frame[0] if frame else None
         if frame is None or len(frame) == 0:
-            raise self._error("its render() returns no image with render_mode='rgb_array'")
+            raise self.error("its render() returns no image with render_mode='rgb_array'")
         frame = np.asarray(frame.cpu() if isinstance(frame, Tensor) else frame)
         frame = frame[0] if frame.ndim == 4 else frame
         return _resize_image(frame, self._check_render())
@@ -219,6 +216,5 @@ def _resize_image(frame: np.ndarray, size: tuple[int, int]) -> Tensor:
     chw = image.permute(2, 0, 1)[None].float()
     resized = torch.nn.functional.interpolate(chw, size=(height, width), mode="area")[0]
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    result = torch.zeros(*size, image.shape[2], dtype=torch.uint8)
-    result[top : top + height, left : left + width] = resized.permute(1, 2, 0).round()
-    return result
+    margins = (left, size[1] - width - left, top, size[0] - height - top)
+    return torch.nn.functional.pad(resized.round(), margins).permute(1, 2, 0).contiguous().byte()

@@ -136,7 +136,7 @@ class EnvPoolEnv(Adapter):
         spec = self._spec()
         config = spec.config._asdict()
         if (players := config["max_num_players"]) != 1:
-            raise self._error(f"choose a task with a single player; it has {players}")
+            raise self.error(f"choose a task with a single player; it has {players}")
         family: str = self._envpool.registration.registry.specs[id][0]
         self.step_s = envpool_scenes.step_s(id, family, config)
         self._scenes: Any = None
@@ -157,12 +157,12 @@ class EnvPoolEnv(Adapter):
             action_space = spec.gymnasium_action_space
             self._set_spaces(spec.gymnasium_observation_space, action_space, options)
         if isinstance(self.action_spec, Composite) or spaces.is_nested(action_space):
-            raise self._error("several actions at once are not supported with EnvPool")
+            raise self.error("several actions at once are not supported with EnvPool")
         self._index_arrays(spec)
 
         renders = options.render or has_pixels
         if _egl_error and family.startswith("envpool.mujoco") and renders:
-            raise self._error(f"no images can be rendered; {_egl_error}")
+            raise self.error(f"no images can be rendered; {_egl_error}")
         is_large = family.removeprefix("envpool.mujoco.") in _LARGE_MODELS
         if is_large and self.num_envs > _SMALL_POOL:
             self._check_memory()
@@ -236,11 +236,11 @@ class EnvPoolEnv(Adapter):
         """Return an image of environment 0, uint8 [H, W, 3]."""
         self._check_render()
         if self._pool is None:
-            raise self._error("render() before reset(); call reset() first")
+            raise self.error("render() before reset(); call reset() first")
         try:
             return self._to_image(self._pool.render(camera_id=self._camera))
         except RuntimeError as error:
-            raise self._error(f"EnvPool cannot render it ({error}); use render=False") from error
+            raise self.error(f"EnvPool cannot render it ({error}); use render=False") from error
 
     def close(self) -> None:
         """Free the simulators and their threads. A second call has no effect."""
@@ -273,7 +273,7 @@ class EnvPoolEnv(Adapter):
                 option = cause.split("'")[-2]
                 names = list(self._envpool.make_spec(self.id).config._asdict())
                 message = f"EnvPool has no option {option!r}; {choose(option, names, 'it has ')}"
-            raise self._error(message) from error
+            raise self.error(message) from error
 
     def _index_arrays(self, spec: Any) -> None:
         """Store the positions of observations, rewards and flags in EnvPool's flat list of arrays.
@@ -314,7 +314,7 @@ class EnvPoolEnv(Adapter):
         default = self._envpool.make_spec(self.id).config.max_episode_steps
         if family in _FIXED_TIME_LIMIT or default >= _NO_LIMIT:
             fixed = f"fixed at {default} steps" if default < _NO_LIMIT else "missing"
-            raise self._error(f"remove max_episode_steps={requested}: its time limit is {fixed}")
+            raise self.error(f"remove max_episode_steps={requested}: its time limit is {fixed}")
         return limit
 
     def _make(self, num_envs: int) -> Any:
@@ -341,7 +341,7 @@ class EnvPoolEnv(Adapter):
         del first, pair
         needed_gb, free_gb = each_gb * self.num_envs, (free_memory() or math.inf) / 1e9
         if needed_gb > free_gb:
-            raise self._error(
+            raise self.error(
                 f"num_envs={int(free_gb / each_gb)} is the most that fits: {self.num_envs} need"
                 f" {needed_gb:.1f} GB ({each_gb * 1000:.0f} MB each), {free_gb:.1f} GB are free"
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -85,9 +84,8 @@ class GymnasiumEnv(Adapter):
         self._env = env = self._make()
         rate = env.metadata.get("render_fps")
         self.step_s = 1.0 / rate if rate else None
-        first: Any = (getattr(env.unwrapped, "envs", None) or [None])[0]
-        if first is not None and not self.keeps_float64:
-            self.step_s = getattr(first.unwrapped, "dt", self.step_s)  # Pendulum shows others
+        if not self.keeps_float64:  # Pendulum shows another rate
+            self.step_s = getattr(self.first_environment().unwrapped, "dt", self.step_s)
         self._same_step = self._autoreset_mode() == AutoresetMode.SAME_STEP
         try:
             self._set_spaces(env.single_observation_space, env.single_action_space, options)
@@ -128,7 +126,6 @@ class GymnasiumEnv(Adapter):
                 # Environments keep state between episodes, so new seeds need new environments.
                 self._env.close()
                 self._env = self._make()
-            self._success_key = None
             obs = self._seeded_reset()[0]
             self._seeds_are_new = False
         else:
@@ -203,7 +200,7 @@ class GymnasiumEnv(Adapter):
         try:
             return self._to_image(self.first_environment().render())
         except (gymnasium.error.Error, ImportError) as error:
-            raise self._error(f"it cannot be rendered: {error}") from error
+            raise self.error(f"it cannot be rendered: {error}") from error
 
     def _make_arguments(self, options: AdapterOptions) -> dict[str, Any]:
         """Return the arguments of ``gymnasium.make_vec``; raise EnvError for invalid kwargs."""
@@ -220,7 +217,7 @@ class GymnasiumEnv(Adapter):
             # ``read_obs`` copies the observations.
             vector_kwargs |= {"copy": False, "autoreset_mode": AUTORESET[autoreset or "next_step"]}
         elif autoreset is not None:
-            raise self._error(
+            raise self.error(
                 f"remove autoreset_mode={autoreset}, or choose vectorization_mode=sync: its own"
                 " vector implementation resets as it does"
             )
@@ -245,7 +242,7 @@ class GymnasiumEnv(Adapter):
             modes = env.metadata.get("render_modes") or []
             if "rgb_array" not in modes:
                 env.close()
-                raise self._error(f"render=True needs render mode rgb_array, it has {modes}")
+                raise self.error(f"render=True needs render mode rgb_array, it has {modes}")
             _prepare_images(env)
         return env
 
@@ -266,7 +263,7 @@ class GymnasiumEnv(Adapter):
         mode = self._env.metadata.get("autoreset_mode")
         if mode not in AUTORESET.values():
             self.close()
-            raise self._error(
+            raise self.error(
                 'write metadata = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP} (or'
                 f" SAME_STEP) in its vector implementation, which has {mode}"
             )
@@ -286,22 +283,13 @@ class GymnasiumEnv(Adapter):
         """Return ``obs`` with the rows that ended replaced by info["final_obs"]."""
         final = info.get("final_obs")
         if final is None:
-            raise self._error("put the last observation of an episode into info['final_obs']")
+            raise self.error("put the last observation of an episode into info['final_obs']")
         assert self._done is not None
         if isinstance(final, np.ndarray) and final.dtype == object:
             rows, final = final, copy_arrays(obs)  # else the vector has returned a batch
             for i in np.flatnonzero(self._done):
                 tree.map(lambda x, row, i=i: operator.setitem(x, i, row), final, rows[i])
         return self.read_obs(final)
-
-
-def takes_seed(env: Any) -> bool:
-    """Return whether ``reset`` of an environment or of its class takes a seed (not in old Gym)."""
-    try:
-        parameters = inspect.signature(env.reset).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    return any(p.name == "seed" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 class _OwnMemory(gymnasium.Wrapper):
@@ -376,9 +364,9 @@ def _prepare_images(env: Any) -> None:
     On a CPU they take 90 % of the rendering time. Gymnasium's renderer reads these fields at its
     first image, when it creates its context.
     """
-    envs = getattr(env.unwrapped, "envs", None)
-    model = getattr(envs[0].unwrapped, "model", None) if envs else None
-    if model is not None and hasattr(model, "light_castshadow") and hasattr(model, "vis"):
+    first = next(iter(getattr(env.unwrapped, "envs", ())), env)
+    model = getattr(first.unwrapped, "model", None)
+    if hasattr(model, "light_castshadow") and hasattr(model, "vis"):
         model.light_castshadow[:] = 0
         model.vis.quality.shadowsize = 0
         model.vis.quality.offsamples = 0

@@ -31,7 +31,7 @@ from gymnasium.envs.registration import EnvSpec
 from torch import Tensor
 
 from embodied_envs.adapters.base import AdapterOptions, check_kwargs, factory_arguments
-from embodied_envs.adapters.gymnasium_env import GymnasiumEnv, takes_seed
+from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base import tree
@@ -175,12 +175,24 @@ def _check_interface(id: str, env: Any) -> None:
             raise EnvError(f"{hint}: env.id={id} is a {type(env).__name__} {kind}")
 
 
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter] | None:
+    """Return the parameters of a function; None where Python does not know them."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+
+
 def _takes(function: Any, name: str) -> bool:
     """Return whether a function has a parameter."""
-    try:
-        return name in inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return False
+    return name in (_parameters(function) or ())
+
+
+def takes_seed(env: Any) -> bool:
+    """Return whether ``reset`` of an environment or of its class takes a seed (not in old Gym)."""
+    known = _parameters(env.reset)
+    any_name = inspect.Parameter.VAR_KEYWORD
+    return known is None or any(x == "seed" or p.kind is any_name for x, p in known.items())
 
 
 def _returns_tensors(env: Any, options: AdapterOptions) -> bool:
@@ -255,9 +267,15 @@ class _Single(gymnasium.Env):
 
 
 def to_gymnasium(space: Any) -> Any:
-    """Return a space of Gym as one of Gymnasium; other objects unchanged."""
+    """Return a space of Gym or mjlab as one of Gymnasium; other objects unchanged."""
+
+    def bound(x: Any) -> np.ndarray:
+        return np.broadcast_to(np.asarray(x, space.dtype), space.shape)
+
     converted = {
-        "Box": lambda: spaces.Box(space.low, space.high, space.shape, np.dtype(space.dtype).type),
+        "Box": lambda: spaces.Box(
+            bound(space.low), bound(space.high), dtype=np.dtype(space.dtype).type
+        ),
         "Discrete": lambda: spaces.Discrete(int(space.n), start=int(getattr(space, "start", 0))),
         "MultiDiscrete": lambda: spaces.MultiDiscrete(space.nvec),
         "MultiBinary": lambda: spaces.MultiBinary(space.n),

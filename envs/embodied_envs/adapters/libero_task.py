@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -10,7 +9,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +20,7 @@ from gymnasium import spaces
 
 from embodied_envs.adapters.simulator_processes import (
     discard_output,
+    installation_hint,
     make_vector,
     use_egl_without_display,
 )
@@ -81,8 +81,10 @@ class LiberoTask(gymnasium.Env):
             self.task = task
         sim = self._sim = self._sim or self._build()
         fixtures, state = (int(x) for x in self.np_random.integers((2**31, STATES)))
-        with _numpy_seed(fixtures):
-            sim.reset()
+        before = np.random.get_state()
+        np.random.seed(fixtures)  # LIBERO draws from numpy's global generator
+        sim.reset()
+        np.random.set_state(before)
         for robot in sim.robots:
             # robosuite does not clear the gripper's command of the last episode.
             robot.gripper.current_action = np.zeros(robot.gripper.dof)
@@ -207,12 +209,8 @@ def package_folder(id: str) -> Path:
     """Return the folder of LIBERO's package; raise EnvError if it is not installed."""
     spec = importlib.util.find_spec("libero")
     if spec is None or not spec.submodule_search_locations:
-        raise EnvError(
-            f"env.id={id}: hf-libero is not installed. It needs mujoco 3.8 and an environment of"
-            " its own: pip install -c scripts/constraints-libero.txt -e '.[libero]', then pip"
-            " uninstall torchvision, whose wheel does not match torch (make test-libero does both"
-            " in .venv-libero)"
-        )
+        hint = installation_hint("libero", "3.8")
+        raise EnvError(f"env.id={id}: hf-libero is not installed. {hint}")
     return Path(spec.submodule_search_locations[0]) / "libero"
 
 
@@ -255,14 +253,3 @@ def read_scenes(suite: str, tasks: Sequence[int], assets: Path) -> dict[int, Sce
 def drawn_task(seed: int, count: int) -> int:
     """Return the task of an episode, of ``count``; its initial state is seed mod STATES."""
     return seed // STATES % count
-
-
-@contextlib.contextmanager
-def _numpy_seed(seed: int) -> Iterator[None]:
-    """Seed numpy's global generator, from which LIBERO draws, and restore it afterwards."""
-    before = np.random.get_state()
-    np.random.seed(seed)
-    try:
-        yield
-    finally:
-        np.random.set_state(before)

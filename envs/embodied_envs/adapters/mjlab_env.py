@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from gymnasium import spaces
 from torch import Tensor
 
 from embodied_envs.adapters.base import AdapterOptions, check_kwargs, factory_arguments
-from embodied_envs.adapters.simulator_processes import discard_output
+from embodied_envs.adapters.interfaces import to_gymnasium
+from embodied_envs.adapters.simulator_processes import discard_output, installation_hint
 from embodied_envs.adapters.torch_env import TorchVectorEnv
 from embodied_envs.adapters.user_code import copy_arrays, import_user_module, wrap_errors
 from embodied_envs.base import tree
@@ -56,11 +56,7 @@ class MjlabEnv(TorchVectorEnv):
 
 def _registry(id: str) -> Any:
     """Return mjlab's registry; raise EnvError if an import fails."""
-    hint = (
-        "It needs mujoco 3.11 and an environment of its own: pip install -c"
-        " scripts/constraints-mjlab.txt -e '.[mjlab]', then pip uninstall torchvision, whose wheel"
-        " does not match torch (make test-mjlab does both in .venv-mjlab)"
-    )
+    hint = installation_hint("mjlab", "3.11")
     with wrap_errors(f"env.id={id}: mjlab cannot be imported (", f"). {hint}"):
         importlib.import_module("mjlab.tasks")
         # Warnings only: Warp prints a line for every kernel that it loads.
@@ -113,8 +109,8 @@ class _MjlabTask:
         has_limit = any(term.time_out for term in cfg.terminations.values() if term is not None)
         limit = env.max_episode_length
         self.max_episode_steps = limit if has_limit and limit < 10**8 else None
-        self.single_observation_space = _space(env.single_observation_space)
-        self.single_action_space = _space(env.single_action_space)
+        self.single_observation_space = to_gymnasium(env.single_observation_space)
+        self.single_action_space = to_gymnasium(env.single_action_space)
 
     def reset(
         self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
@@ -170,13 +166,3 @@ def _set(id: str, cfg: Any, path: str, value: Any) -> None:
     if last not in fields:
         raise EnvError(f"env.id={id}: kwargs config: there is no {path!r}")
     fields[last] = value
-
-
-def _space(space: Any) -> spaces.Space:
-    """Convert mjlab's Box and Dict to Gymnasium's."""
-    if hasattr(space, "spaces"):
-        return spaces.Dict({name: _space(x) for name, x in space.spaces.items()})
-    low, high = (
-        np.broadcast_to(np.asarray(x, np.float32), space.shape) for x in (space.low, space.high)
-    )
-    return spaces.Box(low, high, dtype=np.dtype(space.dtype).type)

@@ -62,11 +62,11 @@ class MultiTaskEnv(VectorEnv):
         self.id, self.num_envs, tasks = f"[{','.join(ids)}]", len(seeds), tasks or ids
         for names in (ids, tasks):
             if not names or len(set(names)) < len(names):
-                raise self._error("list one or more tasks, each of them once (env.task_weights)")
+                raise self.error("list one or more tasks, each of them once (env.task_weights)")
         if own := [name for name in (*ids, *tasks) if ":" in name]:
-            raise self._error(f"remove {own[0]}: a task of your own file is trained alone")
+            raise self.error(f"remove {own[0]}: a task of your own file is trained alone")
         if len(weights := weights or (1,) * len(ids)) != len(ids):
-            raise self._error(f"env.task_weights has {len(weights)} numbers for {len(ids)} tasks")
+            raise self.error(f"env.task_weights has {len(weights)} numbers for {len(ids)} tasks")
         check_seeds(self.id, seeds, self.num_envs)
         assigned = torch.tensor(task_of_rows(weights, self.num_envs))  # [N]
         described: dict[str, EnvInfo] = {}
@@ -97,9 +97,6 @@ class MultiTaskEnv(VectorEnv):
         index = [[float(name == task) for task in tasks] for name in ids]
         self._task = torch.tensor(index)[assigned].to(self.device)
 
-    def _error(self, message: str) -> EnvError:
-        return EnvError(f"env.id={self.id}: {message}")
-
     def _set_spaces(self, tasks: list[EnvInfo], ids: list[EnvInfo], sentences: bool) -> None:
         """Set the description; raise EnvError if tasks cannot be combined."""
         infos, first, env = (*tasks, *ids), tasks[0], self.parts[0][0]
@@ -107,7 +104,7 @@ class MultiTaskEnv(VectorEnv):
         for number, info in enumerate(infos):
             if info.action_spec != first.action_spec:
                 actions = (_show_actions(i) for i in (info, first))
-                raise self._error(f"one policy needs equal actions, but {' and '.join(actions)}")
+                raise self.error(f"one policy needs equal actions, but {' and '.join(actions)}")
             for name, array in tree.named(info.obs_spec, SINGLE).items():
                 if name == INSTRUCTION:
                     continue
@@ -118,13 +115,13 @@ class MultiTaskEnv(VectorEnv):
                 label = f"its {name!r} has shape {list(array.shape)}"
                 fits = len(known.shape) == len(array.shape) and known.layout == array.layout
                 if not fits or (array.layout is not None and known != array) or name == TASK:
-                    raise self._error(
+                    raise self.error(
                         f"remove {info.id}: only vectors of different lengths can be joined, but"
                         f" {label} and that of another task {list(known.shape)}"
                     )
                 if number >= len(tasks) and (is_new or shape != known.shape):
                     readers = ", ".join(i.id for i in tasks)
-                    raise self._error(f"remove {info.id}: {label}, which {readers} cannot read")
+                    raise self.error(f"remove {info.id}: {label}, which {readers} cannot read")
                 dtype = torch.promote_types(known.dtype, array.dtype)
                 spec[name] = ArraySpec(shape, dtype, known.image)
         if sentences or any(info.instructions for info in infos):

@@ -61,6 +61,15 @@ def use_egl_without_display() -> None:
         os.environ.setdefault("MUJOCO_GL", "egl")
 
 
+def installation_hint(extra: str, mujoco: str) -> str:
+    """Return how to install an extra that needs another version of MuJoCo."""
+    return (
+        f"It needs mujoco {mujoco} and an environment of its own: pip install -c"
+        f" scripts/constraints-{extra}.txt -e '.[{extra}]', then pip uninstall torchvision, whose"
+        f" wheel does not match torch (make test-{extra} does both in .venv-{extra})"
+    )
+
+
 @contextlib.contextmanager
 def discard_output(*, stderr: bool) -> Iterator[None]:
     """Discard what the block prints to stdout, and to stderr if requested."""

@@ -149,7 +149,9 @@ def observations(
     for name in select_observations(public, keys, id=id) if nested else [""]:
         label = f"{id}, observation {name!r}" if name else id
         specs[name], leaf = _leaf(flat[name], label, new_arrays, image_layout, keep_float64)
-        leaves[name] = leaf if device.type == "cpu" else _moved(leaf, device)
+        leaves[name] = leaf
+        if device.type != "cpu":
+            leaves[name] = lambda x, leaf=leaf: leaf(x).to(device, non_blocking=True)
     if has_mask:
         mask = _mask(flat[ACTION_MASK], choices, id=id, device=device)
         specs[ACTION_MASK], leaves[ACTION_MASK] = mask
@@ -390,11 +392,7 @@ def _action_array(space: Any, name: str, choices: int, numbers: int, id: str) ->
         return ActionArray(space, space.shape, _torch_dtype(space.dtype), numbers, (), low, high)
     else:
         part = f" of {name!r}" if name else ""
-        raise EnvError(
-            f"env.id={id}: wrap the environment in a gymnasium.ActionWrapper with a Box, Discrete,"
-            " MultiDiscrete or MultiBinary, or a Tuple or Dict of them; action space"
-            f" {_short(space)}{part} is not supported"
-        )
+        raise _unsupported(id, "gymnasium.ActionWrapper", f"action space {_short(space)}{part}")
     return ActionArray(
         space,
         tuple(space.shape or ()),
@@ -406,12 +404,16 @@ def _action_array(space: Any, name: str, choices: int, numbers: int, id: str) ->
     )
 
 
+def _unsupported(id: str, wrapper: str, space: str) -> EnvError:
+    """Return the error for a space that is none of those that the adapters read."""
+    return EnvError(
+        f"env.id={id}: wrap the environment in a {wrapper} with a Box, Discrete, MultiDiscrete or"
+        f" MultiBinary, or a Dict or Tuple of them; {space} is not supported"
+    )
+
+
 def _torch_dtype(dtype: Any) -> torch.dtype:
     return torch.from_numpy(np.zeros(1, dtype)).dtype
-
-
-def _moved(convert: Leaf, device: torch.device) -> Leaf:
-    return lambda x: convert(x).to(device, non_blocking=True)
 
 
 def _leaf(
@@ -440,11 +442,8 @@ def _leaf(
         convert = _numbers if not shape else same if is_unchanged else _to_float
         convert = _keep_large if is_wide else convert
     else:
-        raise EnvError(
-            f"env.id={id}: wrap the environment in a gymnasium.ObservationWrapper with a Box,"
-            " Discrete, MultiBinary or MultiDiscrete, or a Dict or Tuple of them; observation space"
-            f" {_short(space)} has no fixed shape"
-        )
+        space = f"observation space {_short(space)}"
+        raise _unsupported(id, "gymnasium.ObservationWrapper", space)
     return spec, convert
 
 

@@ -130,8 +130,6 @@ class TorchVectorEnv(Adapter):
         with self._own_generators(self._seeds[0] if self._seeds_are_new else None):
             obs = self._seeded_reset() if self._seeds_are_new else self._env.reset()[0]
             obs = self._read_reset(obs)
-        if self._seeds_are_new:
-            self._success_key = None
         self._seeds_are_new = False
         return obs
 
@@ -205,13 +203,13 @@ class TorchVectorEnv(Adapter):
         """Raise EnvError unless the environment has everything that the adapter needs."""
         needed = "num_envs single_observation_space single_action_space reset step close"
         if missing := [name for name in needed.split() if _attribute(self._env, name) is None]:
-            raise self._error(f"its {type(self._env).__name__} lacks {', '.join(missing)}")
+            raise self.error(f"its {type(self._env).__name__} lacks {', '.join(missing)}")
         self._check_num_envs(self._env, _attribute(self._env, "num_envs"))
         metadata = getattr(self._env, "metadata", None) or {}
         mode = metadata.get("autoreset_mode", AutoresetMode.SAME_STEP)
         if mode not in (AutoresetMode.SAME_STEP, AutoresetMode.SAME_STEP.value):
             self.close()
-            raise self._error(
+            raise self.error(
                 f"reset in the step that ends an episode: its autoreset_mode is {mode}, and only"
                 " AutoresetMode.SAME_STEP is supported"
             )
@@ -243,7 +241,7 @@ class TorchVectorEnv(Adapter):
         for name, spec in tree.named(self.obs_spec).items():
             shape, expected = list(named[name].shape), [self.num_envs, *spec.shape]
             if shape != expected:
-                raise self._error(f"observation {name!r} has shape {shape}, its space {expected}")
+                raise self.error(f"observation {name!r} has shape {shape}, its space {expected}")
         self._keep_previous(converted)
         return converted
 
@@ -260,7 +258,7 @@ class TorchVectorEnv(Adapter):
         """Convert one entry of an observation; raise EnvError unless it is a tensor."""
         if not isinstance(x, Tensor):
             kind = type(x).__name__
-            raise self._error(f"use simulator=gymnasium: observation {name!r} is a {kind}")
+            raise self.error(f"use simulator=gymnasium: observation {name!r} is a {kind}")
         spec, space = tree.named(self.obs_spec)[name], self._leaf_spaces[name]
         if spec.dtype == torch.bool:  # a mask of choices
             x = x.flatten(1)
@@ -268,7 +266,9 @@ class TorchVectorEnv(Adapter):
             index = x.reshape(-1).long() - int(space.start)
             return one_hot(index, int(space.n)).to(self.device, spec.dtype)
         y = x.unsqueeze(-1) if x.dim() == 1 and spec.shape == (1,) else x
-        return _copy_if_shared(y.to(spec.dtype), x, self.device)
+        y = y.to(self.device, spec.dtype)
+        is_shared = y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        return y.clone() if is_shared else y
 
     def _copy(self, x: Any, dtype: torch.dtype) -> Tensor:
         """Copy [N] to ``device``, because the environment may overwrite its tensor later."""
@@ -289,7 +289,7 @@ class TorchVectorEnv(Adapter):
         if self._use_previous_obs:
             return previous
         if bool(ended.any()):  # synchronises with the device
-            raise self._error(
+            raise self.error(
                 "put the last observation of an episode into info['final_obs'] before the reset"
                 " (Isaac Lab: cfg.compute_final_obs=True), or set"
                 " env.kwargs.final_observation=previous to use the one before it, which biases"
@@ -308,9 +308,3 @@ def _is_maniskill(env: Any) -> bool:
     return any(
         type(x).__module__.startswith("mani_skill.") for x in (env, getattr(env, "unwrapped", None))
     )
-
-
-def _copy_if_shared(y: Tensor, x: Tensor, device: torch.device) -> Tensor:
-    """Return ``y`` on ``device``, in other memory than ``x``."""
-    y = y.to(device)
-    return y.clone() if y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else y

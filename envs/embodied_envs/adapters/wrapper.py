@@ -1,4 +1,4 @@
-"""Base class of the wrappers: it forwards everything, and a wrapper overrides what it changes."""
+"""Base class of the wrappers: it forwards everything but ``reset`` and ``step``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from embodied_envs.types import Obs, Step, VectorEnv
+from embodied_envs.types import Obs, VectorEnv
 
 
 class EnvWrapper(VectorEnv):
@@ -38,14 +38,6 @@ class EnvWrapper(VectorEnv):
     def truncate_next(self, where: Tensor) -> None:
         """See ``VectorEnv``."""
         self.env.truncate_next(where)
-
-    def reset(self) -> Obs:
-        """See ``VectorEnv``."""
-        return self.env.reset()
-
-    def step(self, action: Tensor) -> Step:
-        """See ``VectorEnv``."""
-        return self.env.step(action)
 
     def reset_where(self, where: Tensor) -> Obs | None:
         """See ``VectorEnv``."""
