@@ -365,7 +365,7 @@ def _prepare_images(env: Any) -> None:
     first image, when it creates its context.
     """
     first = next(iter(getattr(env.unwrapped, "envs", ())), env)
-    model = getattr(first.unwrapped, "model", None)
+    model: Any = getattr(first.unwrapped, "model", None)
     if hasattr(model, "light_castshadow") and hasattr(model, "vis"):
         model.light_castshadow[:] = 0
         model.vis.quality.shadowsize = 0

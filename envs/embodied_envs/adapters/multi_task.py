@@ -60,14 +60,10 @@ class MultiTaskEnv(VectorEnv):
             EnvError: The tasks cannot be combined.
         """
         self.id, self.num_envs, tasks = f"[{','.join(ids)}]", len(seeds), tasks or ids
-        for names in (ids, tasks):
-            if not names or len(set(names)) < len(names):
-                raise self.error("list one or more tasks, each of them once (env.task_weights)")
         if own := [name for name in (*ids, *tasks) if ":" in name]:
             raise self.error(f"remove {own[0]}: a task of your own file is trained alone")
         if len(weights := weights or (1,) * len(ids)) != len(ids):
             raise self.error(f"env.task_weights has {len(weights)} numbers for {len(ids)} tasks")
-        check_seeds(self.id, seeds, self.num_envs)
         assigned = torch.tensor(task_of_rows(weights, self.num_envs))  # [N]
         described: dict[str, EnvInfo] = {}
         # Environments of each task that has some, and their rows in the batch, int64 [n].

@@ -249,6 +249,8 @@ class ActionConverter:
         self.space = space
         self.arrays: dict[str, ActionArray] = {}
         """Name -> array, in the order of the space; a single one has the name ""."""
+        self._starts: dict[str, Tensor] = {}  # of choices
+        self._limits: dict[str, tuple[Tensor, Tensor]] = {}  # of whole numbers
         choices, numbers, rounded = list[int](), list[tuple[float, float]](), list[str]()
         names: dict[bool, list[str]] = {True: [], False: []}  # of choices, and of numbers
         for name, leaf in flatten(space).items():
@@ -257,9 +259,14 @@ class ActionConverter:
             columns = [f"{label}[{i}]" for i in range(len(array.low))] if array.shape else [label]
             names[bool(array.choices)] += columns
             choices += array.choices
-            if not array.choices:
-                numbers += zip(array.low, array.high, strict=True)
-                rounded += [] if array.dtype.is_floating_point else [label]
+            if array.choices:
+                start = torch.tensor(array.low, dtype=torch.int64, device=device)
+                self._starts[name] = start.reshape(array.shape)
+                continue
+            numbers += zip(array.low, array.high, strict=True)
+            if not array.dtype.is_floating_point:
+                rounded.append(label)
+                self._limits[name] = array.limits(device)
         if not choices and not numbers:
             raise EnvError(f"wrap env.id={id} to take an action: {_short(space)} is empty")
         if rounded:
@@ -275,16 +282,6 @@ class ActionConverter:
         elif isinstance(space, spaces.Discrete):
             self.spec = Discrete(choices[0])
         self._choices, self._map = len(choices), mapper(mapping, box, device, id=id)
-        self._starts = {
-            name: torch.tensor(array.low, dtype=torch.int64, device=device).reshape(array.shape)
-            for name, array in self.arrays.items()
-            if array.choices
-        }
-        self._limits = {
-            name: array.limits(device)
-            for name, array in self.arrays.items()
-            if not array.choices and not array.dtype.is_floating_point
-        }
 
     def function(self) -> Callable[[Tensor], Any]:
         """Return ``__call__``, or an equal function without conversions that change nothing."""
@@ -318,11 +315,8 @@ class ActionConverter:
             x = (choices if array.choices else numbers)[..., part]
             if array.choices:
                 x = x.long()
-            elif not array.dtype.is_floating_point:
-                x = x.round().long()
-            if name in self._limits:
-                low, high = self._limits[name]
-                x = torch.minimum(torch.maximum(x, low), high)
+            elif name in self._limits:
+                x = x.round().long().clamp(*self._limits[name])
             x = x.unflatten(-1, array.shape) if array.shape else x[..., 0]
             if name in self._starts:
                 x = x + self._starts[name]

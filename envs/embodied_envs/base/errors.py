@@ -80,7 +80,8 @@ def check_keys(path: str, keys: Iterable[str], known: Collection[str]) -> None:
     """Raise EnvError unless every option ``path.key`` is one of ``known``."""
     for key in keys:
         if key not in known:
-            raise EnvError(f"{path}.{key} is unknown; {choose(key, list(known), 'there are ')}")
+            hint = choose(key, list(known), "there are ") if known else "remove it: there are none"
+            raise EnvError(f"{path}.{key} is unknown; {hint}")
 
 
 def check_count(path: str, value: Any, low: int, high: int | None = None) -> None:

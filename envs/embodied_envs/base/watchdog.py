@@ -131,10 +131,8 @@ def exclude_pause(seconds: float) -> None:
 def timeout_message() -> str:
     """Return the message about a call that exceeds its time limit, "" if there is none."""
     since, seconds = numbers[SINCE], numbers[LIMIT]
-    if (
-        not since
-        or time.monotonic() - since - (_paused_s if since == _paused_call else 0.0) <= seconds
-    ):
+    paused_s = _paused_s if since == _paused_call else 0.0
+    if not since or time.monotonic() - since - paused_s <= seconds:
         return ""
     return (
         f"{_subject()} has not returned for {seconds:g} s (env.step_timeout_s){_phase()}; repair"

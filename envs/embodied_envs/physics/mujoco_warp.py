@@ -297,13 +297,10 @@ class WarpPhysics:
 
     # --------------------------------------------------------------------------------------- images
     def images(self, mask: Tensor) -> dict[str, Tensor]:
-        """See ``Physics``. All worlds are rendered, or on a CPU none if ``mask`` is all False."""
+        """See ``Physics``. All worlds are rendered."""
         if self._render_context is None:
             return {}
         height, width = self.cameras.size
-        if self.host_readable and not bool(mask.any()):
-            blank = torch.zeros(self.num_envs, 3, height, width, dtype=torch.uint8)
-            return {name: blank.clone() for name in self.cameras.names}
         # Stages none and forces leave derived fields one physics step old; rendering updates them.
         derived = self._derived if self.stage != "velocity" else ()
         old_derived = {k: self.fields[k].clone() for k in derived}

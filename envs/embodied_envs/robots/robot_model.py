@@ -118,9 +118,8 @@ class RobotModel:
         candidates = [k for part in parts for k, name in enumerate(names) if part in name]
         self.key: int | None = next(iter(candidates), None) if key is None else model.key(key).id
         """Number of the keyframe of the home posture; None without one."""
-        self.home: Array = (
-            model.qpos0.copy() if self.key is None else model.key_qpos[self.key].copy()
-        )
+        home = model.qpos0 if self.key is None else model.key_qpos[self.key]
+        self.home: Array = home.copy()
         """Home posture, qpos [nq]. The lowest foot touches the ground, unless thrusters lift it."""
         for j in np.flatnonzero(model.jnt_limited & (model.jnt_type >= SLIDE)):
             (low, high), i = model.jnt_range[j], model.jnt_qposadr[j]

@@ -26,11 +26,7 @@ class TargetTask(RobotTask):
 
     tip: ClassVar[str]
     """Site or body."""
-    commands: Mapping[str, tuple[float, float]] = {
-        "x": (0.0, 0.0),
-        "y": (0.0, 0.0),
-        "z": (0.0, 0.0),
-    }
+    commands: Mapping[str, tuple[float, float]] = dict.fromkeys("xyz", (0.0, 0.0))
     max_episode_steps = 250
     fields = (*RobotTask.fields, "xpos", "site_xpos")
     tolerance_m, far_m = 0.05, 3.0

@@ -96,7 +96,6 @@ def steps_from(env: VectorEnv, n: int) -> Any:
 
 
 REFUSED: list[tuple[list[str], dict[str, Any], str]] = [
-    (["WalkerWalk-v1", "WalkerWalk-v1"], {}, "each of them once"),
     (["WalkerWalk-v1", "HopperStand-v1"], {}, "HopperStand-v1 are 4 numbers.*6 numbers"),
     (["WalkerWalk-v1", "CartPole-v1"], {}, "CartPole-v1 are Discrete"),
     (["WalkerWalk-v1", "CheetahRuns-v1"], {}, "CheetahRuns-v1"),
