@@ -122,11 +122,6 @@ class _TaskSimulator:
             info["executed"] = _to_numpy(step.executed.sum(1))
         return info
 
-    def _check_reset(self, options: dict[str, Any] | None) -> None:
-        """Raise EnvError if ``reset`` has options."""
-        if options:
-            raise self._error(f"reset(options={options}): there are none")
-
     def _error(self, message: str) -> EnvError:
         return EnvError(f"{self.simulator.id}: {message}")
 
@@ -262,7 +257,8 @@ class TaskVectorEnv(_TaskSimulator, gymnasium.vector.VectorEnv):
         Raises:
             EnvError: A seed is invalid.
         """
-        self._check_reset(options)
+        if options:
+            raise self._error(f"reset(options={options}): there are none")
         if seed is not None:
             self.simulator.restart(self._seeds(seed))
         obs = _to_numpy(self.simulator.reset())
@@ -374,7 +370,8 @@ class TaskEnv(_TaskSimulator, gymnasium.Env):
     ) -> tuple[Any, dict[str, Any]]:
         """Start a new episode, the first one of ``seed`` if given; ``options`` must be empty."""
         super().reset(seed=seed)
-        self._check_reset(options)
+        if options:
+            raise self._error(f"reset(options={options}): there are none")
         if seed is not None:
             self.simulator.restart([int(seed)])
         obs = _to_numpy(self.simulator.reset())

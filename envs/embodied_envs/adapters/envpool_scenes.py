@@ -35,8 +35,9 @@ def step_s(id: str, family: str, config: Mapping[str, object]) -> float | None:
             return frame_skip / 60
         case "envpool.mujoco.gym" | "envpool.mujoco.dmc":
             folder = Path(str(config["base_path"]), "mujoco", FAMILIES[family])
-            name = str(config.get("xml_file") or _domain_file(folder, id))
-            file = next((f for f in (folder / name, _processed(folder / name)) if f.exists()), None)
+            model = folder / str(config.get("xml_file") or _domain_file(folder, id))
+            processed = model.with_stem(f"{model.stem}_envpool")  # by EnvPool
+            file = next((f for f in (model, processed) if f.exists()), None)
             if file is None:
                 return None
             stated = re.search(r'timestep\s*=\s*"([^"]+)"', file.read_text())
@@ -47,11 +48,6 @@ def step_s(id: str, family: str, config: Mapping[str, object]) -> float | None:
             name = id.rpartition("/")[2]
             return next((x for task, x in CONTROL_STEP_S.items() if name.startswith(task)), None)
     return None
-
-
-def _processed(model: Path) -> Path:
-    """Return the file that EnvPool has prepared from a model."""
-    return model.with_stem(f"{model.stem}_envpool")
 
 
 def _domain_file(folder: Path, id: str) -> str:

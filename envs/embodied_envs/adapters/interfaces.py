@@ -191,8 +191,7 @@ def _takes(function: Any, name: str) -> bool:
 def takes_seed(env: Any) -> bool:
     """Return whether ``reset`` of an environment or of its class takes a seed (not in old Gym)."""
     known = _parameters(env.reset)
-    any_name = inspect.Parameter.VAR_KEYWORD
-    return known is None or any(x == "seed" or p.kind is any_name for x, p in known.items())
+    return known is None or any(x == "seed" or p.kind is p.VAR_KEYWORD for x, p in known.items())
 
 
 def _returns_tensors(env: Any, options: AdapterOptions) -> bool:

@@ -156,12 +156,10 @@ def exit_message(ending: str) -> str:
     Args:
         ending: How the process ended, e.g. "was ended by SIGSEGV".
     """
+    hint = "resume continues from the last checkpoint"
     if numbers[SINCE]:
-        return (
-            f"{_subject()}: the process {ending}{_phase()}; resume continues from the last"
-            " checkpoint"
-        )
-    return f"the process {ending}; resume continues from the last checkpoint, if there is one"
+        return f"{_subject()}: the process {ending}{_phase()}; {hint}"
+    return f"the process {ending}; {hint}, if there is one"
 
 
 def command_pid() -> int:

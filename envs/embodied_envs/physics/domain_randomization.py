@@ -12,7 +12,6 @@ from typing import Any, Literal
 import mujoco
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from embodied_envs.base.errors import EnvError, check_choice, check_range
@@ -120,7 +119,10 @@ class Randomization:
                 self.base[name] = x
         self.fields = tuple(self.base)
         """MjModel fields that differ between worlds."""
-        self._driver = torch.from_numpy(_drivers(model))
+        # For each joint the last actuator that acts on it directly; 0 without one.
+        self._driver = torch.zeros(model.njnt, dtype=torch.int64)
+        for i in np.flatnonzero(drives_joint(model)).tolist():
+            self._driver[model.actuator_trnid[i, 0]] = i
         self._sizes = {name: self._size(name) for name in ranges}
         self.size = sum(self._sizes.values())
         """Number of random numbers that one world takes."""
@@ -230,14 +232,6 @@ class Encoders:
         servos = biasprm.index_select(1, self.servo_index)
         servos[..., 0] += servos[..., 1] * self.to_servo_units(offset)
         biasprm.index_copy_(1, self.servo_index, servos)
-
-
-def _drivers(model: mujoco.MjModel) -> NDArray[np.int64]:
-    """Return for each joint the last actuator that acts on it directly, [njnt]; 0 without one."""
-    drivers = np.zeros(model.njnt, dtype=np.int64)
-    for i in np.flatnonzero(drives_joint(model)):
-        drivers[model.actuator_trnid[i, 0]] = i
-    return drivers
 
 
 def _check_motor_strength(model: mujoco.MjModel, ranges: Mapping[str, tuple[float, float]]) -> None:

@@ -30,7 +30,6 @@ class Physics(Protocol):
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Set ctrl [N, nu] and advance by ``substeps`` physics steps."""
-        ...
 
     def reset(self, mask: Tensor, values: Mapping[str, Tensor], u: Tensor) -> None:
         """Reset the worlds where ``mask`` is True and compute all derived fields.
@@ -40,7 +39,6 @@ class Physics(Protocol):
             values: Fields of INITIAL_FIELDS, [N, ..]; the others take the model's defaults.
             u: [N, random_size], random numbers in [0, 1) from which a randomised model is drawn.
         """
-        ...
 
     random_size: int
     """Random numbers per world that draw a randomised model; 0: all worlds have the same model."""
@@ -66,7 +64,6 @@ class Physics(Protocol):
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from ``state()``, derived fields included."""
-        ...
 
     def capture(self, step: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         """Return ``step``, or a faster program with the same results (a CUDA graph).
@@ -86,4 +83,3 @@ class Physics(Protocol):
 
     def close(self) -> None:
         """Free the simulation."""
-        ...

@@ -68,8 +68,7 @@ def _check_attributes(task: Task, id: str) -> None:
 
 def _pop_warp_capacities(kwargs: dict[str, Any], id: str, engine: str) -> dict[str, int]:
     """Remove ``nconmax`` and ``njmax`` from ``kwargs`` and return those that are set."""
-    popped = {name: kwargs.pop(name, None) for name in ("nconmax", "njmax")}
-    capacities = {name: value for name, value in popped.items() if value is not None}
+    capacities = {k: x for k in ("nconmax", "njmax") if (x := kwargs.pop(k, None)) is not None}
     for name, value in capacities.items():
         check_count(f"env.id={id}: env.kwargs.{name}", value, 1)
         if engine != "warp":
@@ -134,8 +133,7 @@ def make(id: str, options: AdapterOptions, *, engine: str) -> MujocoEnv:
     ) -> MujocoEnv:
         """Create the worlds."""
         randomization = Randomization(model, all_ranges)
-        reads_privileged = PRIVILEGED in (obs_keys or ()) and task.has_privileged()
-        privileged_fields = task.privileged_fields if reads_privileged else ()
+        privileged_fields = task.privileged_fields if PRIVILEGED in (obs_keys or ()) else ()
         try:
             physics = make_physics(
                 model,

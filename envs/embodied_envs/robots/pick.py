@@ -210,13 +210,12 @@ class PickTask(PickTerms, TargetTask):
         return torch.cat(parts, 1)
 
     def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
-        targets = [(f"{a.name} target minus home", None) for a in self.robot.actuators]
         return [
             *super().observation_names(model),
             *((f"gripper to cube {axis}", "m") for axis in "xyz"),
             *((f"cube {edge} axis {axis}", None) for edge in "xz" for axis in "xyz"),
             ("opening", "m"),
-            *targets,
+            *((f"{a.name} target minus home", None) for a in self.robot.actuators),
         ]
 
     def terminated(self, s: State) -> Tensor:
