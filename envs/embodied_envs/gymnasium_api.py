@@ -22,6 +22,7 @@ from gymnasium.vector.utils import batch_space
 import embodied_envs
 from embodied_envs import tasks
 from embodied_envs.adapters.actions import policy_bounds
+from embodied_envs.adapters.base import NO_LIMIT
 from embodied_envs.adapters.gymnasium_env import AUTORESET
 from embodied_envs.adapters.spaces import check_seeds
 from embodied_envs.adapters.user_code import copy_arrays
@@ -34,8 +35,6 @@ from embodied_envs.types import ArraySpec, Step
 
 SIMULATORS = ("auto", "mujoco", "warp")
 RENDER_MODES = ("rgb_array",)
-NO_LIMIT = 2**31 - 1
-"""Value of ``max_episode_steps`` for episodes without a time limit."""
 
 
 MAKE_OPTIONS = inspect.signature(embodied_envs.make).parameters.keys() - {

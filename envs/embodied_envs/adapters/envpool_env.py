@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import envpool_scenes, spaces
-from embodied_envs.adapters.base import SUCCESS_KEYS, Adapter, AdapterOptions, check_kwargs
+from embodied_envs.adapters.base import (
+    NO_LIMIT,
+    SUCCESS_KEYS,
+    Adapter,
+    AdapterOptions,
+    check_kwargs,
+)
 from embodied_envs.base import tree, watchdog
 from embodied_envs.base.errors import choose
 from embodied_envs.base.host_memory import free_memory
@@ -40,9 +46,6 @@ _FIXED_TIME_LIMIT = ("envpool.highway", "envpool.jumanji")
 
 _SMALL_POOL = 16
 """Number of environments up to which free memory is not checked: they take at most 3 GB."""
-
-_NO_LIMIT = 2**31 - 1
-"""EnvPool's value of max_episode_steps for a task without a time limit."""
 
 _egl_error: str | None = None
 """Why this process cannot render MuJoCo images; "" if it can, None before EnvPool is loaded."""
@@ -310,10 +313,10 @@ class EnvPoolEnv(Adapter):
     def _time_limit(self, family: str, limit: int, requested: int | None) -> int | None:
         """Return the time limit; raise EnvError if EnvPool would ignore the requested one."""
         if requested is None:
-            return limit if limit < _NO_LIMIT else None
+            return limit if limit < NO_LIMIT else None
         default = self._envpool.make_spec(self.id).config.max_episode_steps
-        if family in _FIXED_TIME_LIMIT or default >= _NO_LIMIT:
-            fixed = f"fixed at {default} steps" if default < _NO_LIMIT else "missing"
+        if family in _FIXED_TIME_LIMIT or default >= NO_LIMIT:
+            fixed = f"fixed at {default} steps" if default < NO_LIMIT else "missing"
             raise self.error(f"remove max_episode_steps={requested}: its time limit is {fixed}")
         return limit
 

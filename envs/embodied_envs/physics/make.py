@@ -14,7 +14,7 @@ import mujoco
 import torch
 
 from embodied_envs import tasks
-from embodied_envs.adapters.base import AdapterOptions
+from embodied_envs.adapters.base import NO_LIMIT, AdapterOptions
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base.errors import EnvError, check_choice, check_count, show
 from embodied_envs.physics.cameras import Cameras
@@ -110,6 +110,9 @@ def make(id: str, options: AdapterOptions, *, engine: str) -> MujocoEnv:
     capacities = _pop_warp_capacities(kwargs, id, engine)
     task = tasks.make(id, task_class, kwargs, options.commands, options.rewards)
     _check_attributes(task, id)
+    # The task reads it, for success in the last step. With NO_LIMIT a wrapper has the task's own.
+    if (limit := options.max_episode_steps) is not None and limit != NO_LIMIT:
+        task.max_episode_steps = limit
     model = compile_model(task, id)
     all_ranges: dict[str, Any] = dict(task.ranges) | dict(options.ranges or {})
     all_ranges = all_ranges if options.randomize else {}

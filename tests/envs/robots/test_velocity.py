@@ -262,3 +262,18 @@ def test_terms_of_menagerie_robots_are_finite(name: str, monkeypatch: pytest.Mon
         assert all(bool(x.isfinite().all()) for x in step.info.values())
     assert int(env.unstable) == 0
     env.close()
+
+
+def test_success_is_decided_in_the_last_step_of_another_time_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Walk, "tolerance", (math.inf, math.inf))
+    env = make(max_episode_steps=3)
+    env.reset()
+    steps = [env.step(torch.zeros(2, 8)) for _ in range(3)]
+    assert [step.success.tolist() for step in steps if step.success is not None] == [
+        [False, False],
+        [False, False],
+        [True, True],
+    ]
+    env.close()
