@@ -134,6 +134,10 @@ def write(
             text = source_templates().get_template(template_file).render(description)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
+    except EnvError:
+        for file in converted:  # a corrected command would not overwrite it
+            file.unlink(missing_ok=True)
+        raise
     except OSError as error:
         raise EnvError(
             f"--out {folder}: cannot be written ({error.strerror}); name another folder"

@@ -353,6 +353,10 @@ def test_urdf_becomes_a_model_with_servos(capsys) -> None:
     assert main.main(["new-task", "mimic", "--urdf", "mimic.urdf"]) == 0
     model = mujoco.MjModel.from_xml_path("mimic/mimic.xml")
     assert (model.njnt, model.nu, model.neq) == (2, 1, 1), "a joint that mimics has no servo"
+    assert main.main([*command, "--out", "walks", "--template", "velocity"]) == 2
+    assert "write --template reach for an arm" in capsys.readouterr().err
+    assert not [*Path("walks").glob("*")], "a corrected command may write the same files"
+    Path("walks").rmdir()
     assert main.main([*command, "--out", "walks", "--floating"]) == 2
     assert "write --floor: body base is free" in capsys.readouterr().err
     assert not Path("walks").exists()
