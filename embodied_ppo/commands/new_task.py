@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from embodied_ppo.commands import output
+from embodied_ppo.core.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,8 @@ def run(args: argparse.Namespace) -> None:
     if args.robot is not None:
         check_choice("--robot", args.robot, robots := asset_robots())
         args.mjcf = robots[args.robot]
+    if args.floating and args.urdf is None:
+        raise UsageError("remove --floating: write <freejoint/> in the base of the MJCF instead")
     gains = task_generator.read_gains(args.kp, args.kd, args.gains)
     task = task_generator.write(
         args.name,

@@ -289,6 +289,8 @@ def _problem(model: mujoco.MjModel, *, floor: bool) -> str:
         if model.jnt_limited[j] and max(low - at, at - high) > 0.1 * (high - low):
             where = f"{at:.3g}, outside its range from {low:.3g} to {high:.3g}"
             return f"correct keyframe {robot.key}: {model.joint(j).name} is at {where}"
+    if floor and mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_GEOM, "floor") >= 0:
+        return "remove --floor: it has a geom of the name floor already"
     has_ground = (((model.geom_contype | model.geom_conaffinity) != 0) & fixed).any()
     if floor or has_ground or model.npair or model.neq or not model.opt.gravity.any():
         return ""

@@ -86,7 +86,8 @@ def velocity_rewards(robot: RobotModel) -> dict[str, dict[str, float]]:
 def _tip_of(robot: RobotModel) -> str:
     """Return the site or body that reaches a target: the base, or the last link with a hinge.
 
-    A site on this link, or fixed to it, is preferred if its name contains one of SITES.
+    A site on this link, or fixed to it, is preferred if its name contains one of SITES. Raises
+    EnvError if the link has no name.
     """
     model = robot.model
     if robot.base is not None:
@@ -96,7 +97,9 @@ def _tip_of(robot: RobotModel) -> str:
     fixed = model.body_weldid[model.site_bodyid] == model.body_weldid[last]
     names = [model.site(int(i)).name for i in np.flatnonzero(fixed)]
     sites = [name for name in names if any(part in name.lower() for part in SITES)]
-    return (sites or [model.body(last).name])[0]
+    if not (tip := (sites or [model.body(last).name])[0]):
+        raise EnvError(f'write name="tip" in body {last} of the MJCF, which moves to the target')
+    return tip
 
 
 def _position(robot: RobotModel, tip: str) -> Array:

@@ -316,6 +316,21 @@ def test_invalid_models_are_refused(file: str, text: str, message: str) -> None:
     assert {str(p) for p in Path().iterdir()} == {file}, "nothing is written"
 
 
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--floating", "remove --floating: write <freejoint/> in the base"),
+        ("--floor", "remove --floor: it has a geom of the name floor"),
+        ("--template=reach", 'write name="tip" in body 1 of the MJCF'),
+    ],
+)
+def test_options_that_do_not_fit_the_model_are_refused(option: str, message: str, capsys) -> None:
+    floor = '<geom name="floor" type="plane" size="1 1 .1"/>'
+    Path("a.xml").write_text(f"<mujoco><worldbody>{floor}{ARM}</worldbody>{MOTOR}</mujoco>")
+    assert main.main(["new-task", "my_arm", "--mjcf", "a.xml", option]) == 2
+    assert message in capsys.readouterr().err and not Path("my_arm").exists()
+
+
 def test_robot_that_diverges_at_home_is_named_with_its_joint(capfd) -> None:
     """A servo of 1e6 N m/rad at a timestep of 20 ms; one whose damping is too large for the arm."""
     servo = '<actuator><position joint="j" kp="1e6"/></actuator>'
