@@ -340,9 +340,9 @@ class ModelConfig:
     """Apply layer normalisation before each hidden activation."""
     base_inputs: Count | None = option(None, read_if=TRUNK)
     """Vector observations of more numbers than this, n, are multiplied by base_inputs / n after
-    their normalisation, and the initial weights of the first layer by sqrt(n / base_inputs), so
-    that its outputs, and their changes by a step of Adam, are no larger than with base_inputs
-    inputs; null: off."""
+    their normalisation, and the initial weights of the first hidden layer and of model.recurrent by
+    sqrt(n / base_inputs), so that their outputs, and the changes by a step of Adam, are no larger
+    than with base_inputs inputs; null: off."""
     shared_backbone: bool = True
     """Share one trunk between policy and value; false: separate trunks."""
     distribution: Literal["auto", "gaussian", "squashed_gaussian", "beta", "categorical"] = option(

@@ -38,7 +38,9 @@ from embodied_ppo.core.types import MEAN_SHIFT, Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import distributions as dist
 from embodied_ppo.policies.backbone import (
+    DefaultTrunk,
     Encoder,
+    OwnTrunk,
     linear,
     make_trunk,
     select_specs,
@@ -114,7 +116,7 @@ class ActorCritic(nn.Module):
         self.trunk = make_trunk(self.encoder, config, recurrent=units)
         # Inputs of ``value_trunk``; None: use those of the actor.
         self.critic_encoder = Encoder(critic_spec, config) if critic_spec else None
-        self.recurrent = _make_recurrent(config, self.trunk.inputs)
+        self.recurrent = _make_recurrent(config, self.trunk)
         features = self.trunk.features
         own_trunk = has_critic and (self.critic_encoder is not None or not config.shared_backbone)
         encoder = self.critic_encoder or self.encoder
@@ -128,7 +130,7 @@ class ActorCritic(nn.Module):
                 own = replace(config, hidden=config.critic_hidden)
             self.value_trunk = make_trunk(encoder, own, **sizes)
             if not self.has_tail:
-                self.value_recurrent = _make_recurrent(config, self.value_trunk.inputs)
+                self.value_recurrent = _make_recurrent(config, self.value_trunk)
         layers = (self.recurrent, self.value_recurrent)
         self.memory_size = sum(layer.state_size for layer in layers if layer is not None)
         choices = choices_of(action_spec)
@@ -428,11 +430,14 @@ class ActorCritic(nn.Module):
         return []
 
 
-def _make_recurrent(config: ModelConfig, inputs: int) -> RecurrentLayer | None:
-    """Return the recurrent layer of a trunk with ``inputs`` inputs, if there is one."""
+def _make_recurrent(config: ModelConfig, trunk: DefaultTrunk | OwnTrunk) -> RecurrentLayer | None:
+    """Return the recurrent layer that reads what a trunk joins, if there is one."""
     if config.recurrent is None:
         return None
-    return RecurrentLayer(config.recurrent, inputs, config.recurrent_size)
+    layer = RecurrentLayer(config.recurrent, trunk.inputs, config.recurrent_size)
+    with torch.no_grad():  # as those of the first hidden layer, see ``DefaultTrunk``
+        layer.input_weight[:, : trunk.wide] *= trunk.scale**-0.5
+    return layer
 
 
 def _advance(

@@ -268,6 +268,7 @@ class DefaultTrunk(nn.Module):
         # inputs, and changes of all weights by ±lr move them by at most lr·w·|x|, not lr·n·|x|
         # (Yang & Hu 2021, μP, for Adam).
         base, wide = config.base_inputs, encoder.vector_size
+        self.wide = wide
         self.scale = 1.0 if base is None else min(1.0, base / max(wide, 1))
         layers: list[nn.Module] = []
         for size_in, size_out in pairwise((size + recurrent, *config.hidden)):
@@ -304,6 +305,8 @@ class OwnTrunk(InferenceModule):
 
     It always is in evaluation mode: dropout is off, and batch normalisation keeps its statistics.
     """
+
+    scale, wide = 1.0, 0  # model.base_inputs is not read
 
     def __init__(
         self, encoder: Encoder, config: ModelConfig, *, features: int = 0, recurrent: int = 0

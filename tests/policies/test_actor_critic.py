@@ -267,6 +267,15 @@ def test_wide_observations_are_scaled(spec: str, limit: int | None, factor: floa
     torch.testing.assert_close(policy.trunk.join(inputs), plain.trunk.join(moved))
 
 
+def test_wide_observations_enter_recurrent_layers_as_hidden_ones() -> None:
+    """Two base inputs: five are x·2/5, and the initial weights of all layers are W·√(5/2)."""
+    options = {"recurrent": "gru", "shared_backbone": False}
+    policy, plain = make("vector", base_inputs=2, **options), make("vector", **options)
+    for name in ("recurrent", "value_recurrent"):
+        wide, weight = (getattr(x, name).input_weight for x in (policy, plain))
+        torch.testing.assert_close(wide, weight * 2.5**0.5)
+
+
 # ------------------------------------------------------------------------------------------- errors
 @pytest.mark.parametrize(
     ("spec", "actions", "options", "message"),
