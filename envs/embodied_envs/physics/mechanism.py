@@ -125,11 +125,14 @@ def control_of_action(
         return task.control(s, action.repeat(n, 1))
 
     zero = control(state, torch.zeros_like(size))
+    # Where ctrl is limited at action 0, as that of an open gripper, actions of one sign move it.
+    up, down = (control(state, x)[0] != zero[0] for x in (size, -size))
+    size = torch.where(up, size, -size)
     scale = (control(state, size) - zero) / size
     # Equal in another state, and no dimension of the action changes another one of ctrl.
     for i in range(len(size)):
         action = torch.zeros_like(size)
-        action[i] = -0.5 * size[i]
+        action[i] = (-0.5 if up[i] and down[i] else 0.5) * size[i]
         if not torch.allclose(control(other, action), zero + scale * action, rtol=1e-4, atol=1e-6):
             return None
     return {"offset": zero[0].tolist(), "scale": scale[0].tolist()}

@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from toy_envs import Balance
 
+from embodied_envs.tasks import State
 from embodied_ppo.options.schema import EnvConfig
 from embodied_ppo.rollout import environments
 
@@ -44,6 +47,24 @@ def test_motor_on_a_slide_has_a_gear_and_chunks_are_unwrapped() -> None:
     robot = mechanism("toy_envs:Balance", action_chunk=2)
     (motor,) = robot["actuators"]
     assert (motor["kind"], motor["unit"], motor["gear"]) == ("motor", "N/gear", 1000)
+    assert robot["ctrl_of_action"] == {"offset": [0], "scale": [pytest.approx(0.01)]}
+
+
+class OneSided(Balance):
+    """The control is 0 at the end of its range, as that of an open gripper."""
+
+    sign = 1.0
+
+    def control(self, s: State, action: Tensor) -> Tensor:
+        return self.sign * (self.sign * 0.01 * action).clamp(min=0)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_controls_that_actions_of_one_sign_move_have_a_scale(
+    sign: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OneSided, "sign", sign)
+    robot = mechanism(f"{__name__}:OneSided")
     assert robot["ctrl_of_action"] == {"offset": [0], "scale": [pytest.approx(0.01)]}
 
 
