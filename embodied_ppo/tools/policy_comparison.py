@@ -414,7 +414,9 @@ def _content_of_tasks(
         _set_scores(compared, metric)
         contents.append(_content(compared, metric, options))
         means = np.concatenate([method.scores.mean(1) for method in compared])
+        # Where all runs have the same return, the scores of all are 0.
         ends = (0.0, 1.0) if metric == "success" else (means.min(), means.max())
+        ends = ends if ends[0] < ends[1] else (ends[0], ends[0] + 1)
         if metric != "success" and references is not None:
             if task not in references:
                 raise ConfigError(f"references: add {task}: [LOW, HIGH]; it has no such task")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import run_helpers
@@ -13,6 +15,7 @@ from run_helpers import run_command
 import embodied_ppo as ep
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.commands import main
+from embodied_ppo.options.schema import Config, EvaluateConfig
 from embodied_ppo.tools import policy_comparison
 
 TINY = run_helpers.options("""env__num_envs=8 env_steps=512 algorithm__horizon=16
@@ -131,6 +134,26 @@ def test_runs_of_several_tasks(runs, tmp_path, capsys):
     del references["Acrobot-v1"]
     with pytest.raises(ConfigError, match="add Acrobot-v1"):
         ep.compare(folder, references=references, out=tmp_path / "three", **arguments)
+
+
+def test_task_that_all_runs_solve_alike_is_compared() -> None:
+    """CartPole: 500 in both runs; Hopper: 100 and 300, which have the scores 0 and 1."""
+
+    def method(label: str, returns: dict[str, float]) -> policy_comparison.ComparedMethod:
+        source: Any = SimpleNamespace(path=Path("step_1"), update=1)
+        runs, reports = [], []
+        for task, value in returns.items():
+            options = {"env.id": task}
+            run = policy_comparison.ComparedRun(Path(), source, Path(), Config(), options)
+            runs.append(run)
+            reports.append({"seeds": [0, 1], "episodes": [{"return": value}] * 2})
+        return policy_comparison.ComparedMethod(label, runs, reports)
+
+    methods = [method("a", {"CartPole-v1": 500.0, "Hopper-v4": 100.0})]
+    methods.append(method("b", {"CartPole-v1": 500.0, "Hopper-v4": 300.0}))
+    content = policy_comparison._content_of_tasks(methods, "return", EvaluateConfig(), None)
+    assert [row["mean"] for row in content["methods"]] == [0.0, 0.5]
+    assert content["references"] == {"CartPole-v1": [500, 501], "Hopper-v4": [100, 300]}
 
 
 @pytest.mark.slow
