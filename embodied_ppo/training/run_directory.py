@@ -299,11 +299,16 @@ def check_resume(
     ]:
         say(f"resume: {', '.join(changes)}: results differ by rounding from an uninterrupted run")
     # These schedules depend on the number of updates, so a longer run has other learning rates.
-    schedule = config.algorithm.lr_schedule
-    planned = total_updates(trained)
-    if schedule in ("linear", "cosine", "adaptive_linear") and planned != updates:
+    a, bound, planned = config.algorithm, config.model.max_log_std, total_updates(trained)
+    schedules = {
+        f"lr_schedule={a.lr_schedule}": a.lr_schedule in ("linear", "cosine", "adaptive_linear"),
+        f"entropy_end={a.entropy_end:g}": a.entropy_end != 1.0,
+        f"max_log_std={show(bound)}": isinstance(bound, tuple),
+    }
+    covering = ", ".join(name for name, applies in schedules.items() if applies)
+    if covering and planned != updates:
         change = f"the run had {planned} updates, now {updates}"
-        say(f"resume: {change}: lr_schedule={schedule} covers the new number")
+        say(f"resume: {change}: {covering} covers the new number")
     if source.update > updates:
         fact = f"updates={updates}: the checkpoint {source.path} has completed {source.update}"
         raise ConfigError(f"{fact}; set more")

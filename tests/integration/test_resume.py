@@ -11,7 +11,9 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +26,10 @@ from embodied_envs.base.errors import EnvError, TrainingError
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.evaluation import checkpoint_evaluation, robot_evaluation
 from embodied_ppo.options import loader
-from embodied_ppo.options.schema import Config, EvaluateConfig
+from embodied_ppo.options.schema import AlgorithmConfig, Config, EvaluateConfig, ModelConfig
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.programs import runs
-from embodied_ppo.training import checkpoint, progress, trained_run
+from embodied_ppo.training import checkpoint, progress, run_directory, trained_run
 from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.logging import Log, Timer
 from embodied_ppo.training.run_system import RunSystem
@@ -148,6 +150,18 @@ def test_complete_run_is_continued_where_it_has_more_updates(tmp_path, capfd) ->
     runs.train(tiny(run_dir, updates=8, resume="auto"))
     assert "damaged_step_000008" in capfd.readouterr().err
     assert (run_dir / "checkpoints" / "damaged_step_000008").is_dir()
+
+
+def test_schedules_that_cover_another_number_of_updates_are_reported(monkeypatch) -> None:
+    a, model = AlgorithmConfig(entropy_end=0.0), ModelConfig(max_log_std=(-0.5, -1.0))
+    trained = Config(updates=4, algorithm=a, model=model)
+    monkeypatch.setattr(run_directory, "stored_config", lambda source: trained)
+    device, said = torch.device("cpu"), list[str]()
+    arithmetic = partial(run_directory.arithmetic, trained, device)
+    source: Any = SimpleNamespace(update=4, arithmetic=arithmetic)
+    run_directory.check_resume(trained, source, 8, device, said.append)
+    expected = "the run had 4 updates, now 8: entropy_end=0, max_log_std=[-0.5, -1.0] covers"
+    assert [line.removeprefix("resume: ") for line in said] == [f"{expected} the new number"]
 
 
 OVERRIDES = run_helpers.words("""experiment=cartpole env.num_envs=4 algorithm.horizon=8
