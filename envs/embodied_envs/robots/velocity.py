@@ -32,6 +32,7 @@ QUADRUPED: dict[str, dict[str, float]] = {
     "feet_slip": {"weight": -0.05},
 }
 """Those of Go1Joystick."""
+LEAST_S = 1.0  # least duration of an episode without a fall that changes the share of the ranges
 
 
 class VelocityCommands(TermTask):
@@ -218,8 +219,10 @@ class VelocityCommands(TermTask):
         """Return the share of the commands' ranges in the next episode, with the curriculum."""
         if not self.command_curriculum:
             return {}
-        up = ~self.terminated(s) & self._within(s, 1.0)
-        down = self.terminated(s) | ~self._within(s, 2.0)
+        # Action chunks, and the truncation of first episodes, cut some that are too short to judge.
+        is_long = s["steps"] * self.dt_s >= LEAST_S
+        up = ~self.terminated(s) & self._within(s, 1.0) & is_long
+        down = self.terminated(s) | (~self._within(s, 2.0) & is_long)
         share = s["command_share"] + self.share_step * (up.to(u) - down.to(u))
         share = share.clamp(self.least_share, 1.0)
         return {"command_share": share, "command": start["command"] * share[:, None]}

@@ -226,6 +226,10 @@ def test_curriculum_of_commands_follows_the_errors() -> None:
     carried = task.carry_over(s, start, torch.zeros(3, 50, dtype=torch.float64))
     assert carried["command_share"].tolist() == pytest.approx([0.6, 0.5, 0.2])
     assert carried["command"][:, 0].tolist() == pytest.approx([0.6, 0.5, 0.2])
+    # The rest of an action chunk in which an episode has ended is an episode of a few steps.
+    s["steps"][:] = 4
+    carried = task.carry_over(s, start, torch.zeros(3, 50, dtype=torch.float64))
+    assert carried["command_share"].tolist() == pytest.approx([0.5, 0.5, 0.25])
     assert bool((env.s["command_share"] == 1).all()), "the first episode uses the whole range"
     env.close()
 
