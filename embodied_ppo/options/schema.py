@@ -786,20 +786,15 @@ class AlgorithmConfig:
     """Learning rate of the policy (and of a shared trunk); 0: it is not trained."""
     value_lr: NonNegative | None = option(None, mode="embodied")
     """Learning rate of the value head (and of its own trunk); 0: it is not trained; null: lr."""
-    lr_schedule: Literal["constant", "linear", "cosine", "adaptive", "adaptive_linear"] = "constant"
+    lr_schedule: Literal["constant", "linear", "cosine", "adaptive"] = "constant"
     """Schedule of the learning rate. linear and cosine decay to lr_end x lr over the run (after
-    lr_warmup); adaptive keeps approx_kl near desired_kl; adaptive_linear does, too, but never
-    exceeds the rate of linear."""
-    lr_end: Fraction = option(
-        0.0, read_if=equals("algorithm.lr_schedule", "linear", "cosine", "adaptive_linear")
-    )
-    """Final learning rate as a fraction of lr (linear, cosine; adaptive_linear: its largest)."""
+    lr_warmup); adaptive keeps approx_kl near desired_kl."""
+    lr_end: Fraction = option(0.0, read_if=equals("algorithm.lr_schedule", "linear", "cosine"))
+    """Final learning rate as a fraction of lr."""
     lr_warmup: Natural = 0
     """Number of first updates over which the learning rate rises linearly."""
-    desired_kl: Positive = option(
-        0.01, read_if=equals("algorithm.lr_schedule", "adaptive", "adaptive_linear")
-    )
-    """Target of the adaptive schedules, approx_kl in nats."""
+    desired_kl: Positive = option(0.01, read_if=equals("algorithm.lr_schedule", "adaptive"))
+    """Target of the adaptive schedule, approx_kl in nats."""
     max_grad_norm: Positive | None = 0.5
     """Global norm to which gradients are clipped; null: no clipping."""
     adam_betas: tuple[Annotated[float, Limit(ge=0, lt=1)], ...] = (0.9, 0.999)
@@ -901,7 +896,7 @@ class CriticConfig:
 
     Options that are null have the value of the actor's option in section algorithm, as has
     everything that is not listed here. Its learning rate never adapts to the KL divergence:
-    lr_schedule=adaptive is constant here, adaptive_linear is linear.
+    lr_schedule=adaptive is constant here.
     """
 
     model: CriticModelConfig = section(CriticModelConfig)

@@ -142,12 +142,12 @@ def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
     """Return the algorithm's options, replaced by those that ``critic`` sets.
 
     loss_agg_func is token-mean unless ``critic`` sets it. The learning rate is not adapted to the
-    KL divergence of the actor: adaptive becomes constant, adaptive_linear linear.
+    KL divergence of the actor: adaptive becomes constant.
     """
     names = {f.name for f in fields(AlgorithmConfig)}
     values = {name: x for name, x in vars(c).items() if name in names}
     overrides = {name: x for name, x in values.items() if x is not None}
     overrides.setdefault("loss_agg_func", "token-mean")
     critic = replace(a, **overrides)
-    schedule = {"adaptive": "constant", "adaptive_linear": "linear"}.get(critic.lr_schedule)
-    return critic if schedule is None else replace(critic, lr_schedule=schedule)
+    adapts = critic.lr_schedule == "adaptive"
+    return replace(critic, lr_schedule="constant") if adapts else critic

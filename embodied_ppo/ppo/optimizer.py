@@ -144,13 +144,8 @@ class MinibatchOptimizer:
         self._rows: list[Tensor] = []  # statistics of each minibatch, on the device until ``end``
         self._epochs = self._epoch_start = 0
         self._current = current
-        # Learning rates of this update. The linear schedule limits an adapted factor, which
-        # continues from this limit.
-        factor = schedules.learning_rate_factor(c, update, self.updates)
-        if c.lr_schedule == "adaptive_linear":
-            factor = self.adaptive_factor = min(self.adaptive_factor, factor)
-        else:
-            factor *= self.adaptive_factor
+        # Learning rates of this update.
+        factor = schedules.learning_rate_factor(c, update, self.updates) * self.adaptive_factor
         self.learning_rates = c.lr * factor, (c.lr if c.value_lr is None else c.value_lr) * factor
         for group, lr in zip(self.adamw.param_groups, self.learning_rates, strict=True):
             group["lr"] = lr

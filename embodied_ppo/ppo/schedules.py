@@ -19,15 +19,14 @@ def learning_rate_factor(config: AlgorithmConfig, update: int, updates: int) -> 
 
     Warm-up rises linearly over its updates to 1. linear: then from 1 to lr_end over the rest of the
     run. cosine: half a cosine from 1 to lr_end (Loshchilov & Hutter 2017, eq. 5 without restarts).
-    After the last update the factor stays constant. With adaptive_linear this is the largest
-    factor; the adapted one may be smaller.
+    After the last update the factor stays constant.
     """
     # Update 0 trains with the factor 1/(warmup + 1), not 0.
     warmup = config.lr_warmup
     if update < warmup:
         return (update + 1) / (warmup + 1)
     progress = min(1.0, (update - warmup) / max(1, updates - warmup))
-    if config.lr_schedule in ("linear", "adaptive_linear"):
+    if config.lr_schedule == "linear":
         return 1.0 + (config.lr_end - 1.0) * progress
     if config.lr_schedule == "cosine":
         return config.lr_end + (1.0 - config.lr_end) * 0.5 * (1.0 + math.cos(math.pi * progress))

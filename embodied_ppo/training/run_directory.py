@@ -301,7 +301,7 @@ def check_resume(
     # These schedules depend on the number of updates, so a longer run has other learning rates.
     a, bound, planned = config.algorithm, config.model.max_log_std, total_updates(trained)
     schedules = {
-        f"lr_schedule={a.lr_schedule}": a.lr_schedule in ("linear", "cosine", "adaptive_linear"),
+        f"lr_schedule={a.lr_schedule}": a.lr_schedule in ("linear", "cosine"),
         f"entropy_end={a.entropy_end:g}": a.entropy_end != 1.0,
         f"max_log_std={show(bound)}": isinstance(bound, tuple),
     }

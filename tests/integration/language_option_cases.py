@@ -243,7 +243,7 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "algorithm.kl_loss_type": (KINDS, IN_LOSS),
     "algorithm.kl_penalty": (("k1", "abs", "k2", "k3", "full"), IN_REWARD),
     "algorithm.lr_schedule": (
-        ("constant", "linear", "cosine", "adaptive", "adaptive_linear"),
+        ("constant", "linear", "cosine", "adaptive"),
         {"algorithm.lr": 3e-2, "algorithm.lr_warmup": 1, "updates": 5},
     ),
     "algorithm.off_policy_correction": ((None, "token", "sequence"), {}),

@@ -212,7 +212,7 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "algorithm.kl_penalty": [(kind, IN_REWARD) for kind in ("k1", "abs", "k2", "k3")],
     "algorithm.lr_schedule": [
         (kind, {"algorithm.lr": 3e-2, "algorithm.lr_warmup": 1})
-        for kind in ("constant", "linear", "cosine", "adaptive", "adaptive_linear")
+        for kind in ("constant", "linear", "cosine", "adaptive")
     ],
     "algorithm.off_policy_correction": [(kind, COLUMNS) for kind in ("token", "sequence")],
     "model.policy": [(kind, CAMERA) for kind in ("actor_critic", "token", "flow", "gaussian")],

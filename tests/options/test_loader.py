@@ -232,8 +232,7 @@ def test_long_message_keeps_beginning_and_end() -> None:
         ("vf_coef", "vf_coef belongs to algorithm.vf_coef (= algorithm.value_loss_coef)"),
         (
             "algorithm.lr_shedule",
-            "algorithm.lr_schedule? (one of constant, linear, cosine, adaptive, adaptive_linear;"
-            " default constant)",
+            "algorithm.lr_schedule? (one of constant, linear, cosine, adaptive; default constant)",
         ),
         ("algorithm.kl_ctrl.kl_cof", "algorithm.kl_ctrl.kl_coef"),
         ("evn.num_env", "env.num_envs"),

@@ -265,10 +265,7 @@ def test_wide_observations_are_scaled(spec: str, limit: int | None, factor: floa
     torch.testing.assert_close(policy.value(inputs), plain.value(scaled))
     moved = {**inputs, VECTOR: inputs[VECTOR] * factor**2}
     torch.testing.assert_close(policy.trunk.join(inputs), plain.trunk.join(moved))
-
-
-def test_wide_observations_enter_recurrent_layers_as_hidden_ones() -> None:
-    """Two base inputs: five are x·2/5, and the initial weights of all layers are W·√(5/2)."""
+    # The initial weights of recurrent layers are multiplied, too.
     options = {"recurrent": "gru", "shared_backbone": False}
     policy, plain = make("vector", base_inputs=2, **options), make("vector", **options)
     for name in ("recurrent", "value_recurrent"):

@@ -557,21 +557,6 @@ def test_learning_rates_of_actor_and_critic():
         assert moved[actors:] == pytest.approx([critic] * (len(moved) - actors), rel=1e-2)
 
 
-def test_adaptive_linear_learning_rate() -> None:
-    def rates(desired_kl: float, **options: float) -> list[float]:
-        options = {"lr": 1e-3, "desired_kl": desired_kl, **options}
-        learner = make({**options, "lr_schedule": "adaptive_linear"}, updates=4)
-        x = experience(learner)
-        return [numbers(learner.update(x, update=u))["policy/lr"] for u in range(4)]
-
-    # A small divergence would raise the rate: it is that of lr_schedule=linear.
-    assert rates(1e3) == pytest.approx([1e-3, 0.75e-3, 0.5e-3, 0.25e-3])
-    assert rates(1e3, lr_end=0.6) == pytest.approx([1e-3, 0.9e-3, 0.8e-3, 0.7e-3])
-    # A large divergence lowers it by a factor of 1.5 an update, below that of linear.
-    assert rates(1e-9) == pytest.approx([1e-3, 1e-3 / 1.5, 1e-3 / 1.5**2, 0.25e-3])
-    assert rates(1e-9, lr_end=1.0) == pytest.approx([1e-3 / 1.5**i for i in range(4)])
-
-
 def test_max_grad_norm():
     learner = make({**PLAIN, "max_grad_norm": 0.05})
     recorded = gradients(learner)

@@ -118,7 +118,7 @@ def test_run_writes_all_files(capsys) -> None:
 
 @pytest.mark.parametrize(
     ("actor", "critic"),
-    [("adaptive", "constant"), ("adaptive_linear", "linear"), ("cosine", "cosine")],
+    [("adaptive", "constant"), ("cosine", "cosine")],
 )
 def test_learning_rate_of_critic_is_not_adapted(actor: Any, critic: str) -> None:
     config = Config()

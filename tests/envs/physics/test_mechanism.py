@@ -41,32 +41,26 @@ def test_actions_that_change_the_targets_of_the_last_step_have_no_fixed_relation
     robot = mechanism("PandaPickCube")
     assert robot["ctrl_of_action"] is None
     assert [a["unit"] for a in robot["actuators"]] == ["rad"] * 7 + ["m"]
+    assert mechanism("CartPole-v1") == {}, "other simulators describe no joints"
 
 
-def test_motor_on_a_slide_has_a_gear_and_chunks_are_unwrapped() -> None:
-    robot = mechanism("toy_envs:Balance", action_chunk=2)
+class Opens(Balance):
+    """The control is 0 at the low end of its range, as that of a closed gripper."""
+
+    def control(self, s: State, action: Tensor) -> Tensor:
+        return (0.01 * action).clamp(min=0)
+
+
+class Closes(Balance):
+    """The control is 0 at the high end of its range, as that of an open gripper."""
+
+    def control(self, s: State, action: Tensor) -> Tensor:
+        return (0.01 * action).clamp(max=0)
+
+
+@pytest.mark.parametrize("task", ["toy_envs:Balance", f"{__name__}:Opens", f"{__name__}:Closes"])
+def test_motor_on_a_slide_has_a_gear_and_chunks_are_unwrapped(task: str) -> None:
+    robot = mechanism(task, action_chunk=2)
     (motor,) = robot["actuators"]
     assert (motor["kind"], motor["unit"], motor["gear"]) == ("motor", "N/gear", 1000)
     assert robot["ctrl_of_action"] == {"offset": [0], "scale": [pytest.approx(0.01)]}
-
-
-class OneSided(Balance):
-    """The control is 0 at the end of its range, as that of an open gripper."""
-
-    sign = 1.0
-
-    def control(self, s: State, action: Tensor) -> Tensor:
-        return self.sign * (self.sign * 0.01 * action).clamp(min=0)
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_controls_that_actions_of_one_sign_move_have_a_scale(
-    sign: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(OneSided, "sign", sign)
-    robot = mechanism(f"{__name__}:OneSided")
-    assert robot["ctrl_of_action"] == {"offset": [0], "scale": [pytest.approx(0.01)]}
-
-
-def test_other_simulators_describe_no_joints() -> None:
-    assert mechanism("CartPole-v1") == {}
