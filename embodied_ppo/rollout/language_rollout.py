@@ -143,6 +143,7 @@ class ReasoningRollout:
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
         self._noticed = set[str]()  # topics of ``_notice_once``
+        self._failures = 0  # of graders, in the last call of ``_respond``
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
         """Generate and grade one batch of responses.
@@ -218,14 +219,16 @@ class ReasoningRollout:
             grades: Grades of all responses.
             alternative: Option that does not need it, for the message.
         """
-        for i, grade in enumerate(grades):
-            # A rule beside a reward model may have failed.
-            if grade.correct is None and not self.graders.failures:
-                source = self.prompts[rows[i // self.group_size]].data_source
-                raise RunRefused(
-                    f'return {{"score": .., "acc": ..}}, or write {alternative}: the grader of data'
-                    f" source {source!r} returns no correctness"
-                )
+        unknown = [
+            i for i, grade in enumerate(grades) if grade.correct is None and not grade.failed
+        ]
+        # A rule beside a reward model may have failed.
+        if len(unknown) > max(0, self._failures - sum(grade.failed for grade in grades)):
+            source = self.prompts[rows[unknown[0] // self.group_size]].data_source
+            raise RunRefused(
+                f'return {{"score": .., "acc": ..}}, or write {alternative}: the grader of data'
+                f" source {source!r} returns no correctness"
+            )
         return [bool(grade.correct) for grade in grades]
 
     def _record_success(self, rows: Sequence[int], grades: Sequence[Grade], most: int) -> None:
@@ -271,10 +274,11 @@ class ReasoningRollout:
         graded = zip(prompts, texts, strict=True)
         responses = [(p.data_source, text, p.ground_truth, p.extra) for p, text in graded]
         grades = self.graders.grade(responses, prompts)
+        self._failures = self.graders.failures - failures
         self.cpu_s["generate"] += generated - start
         self.cpu_s["grade"] += time.process_time() - generated
         # Only the first failure is reported; rollout/grader_failures counts all.
-        if self.graders.failures > failures:
+        if self._failures:
             self._notice_once(
                 "failure", f"a response could not be graded: {self.graders.last_failure}"
             )

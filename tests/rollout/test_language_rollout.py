@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import TrainingError
+from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.data.prompts import Prompt, Sampler
 from embodied_ppo.options import loader
 from embodied_ppo.options.reward_groups import reward_groups
@@ -208,10 +209,21 @@ def test_other_numbers_of_a_grader_are_metrics() -> None:
     assert "scored 1; equal scores" in equal
 
 
-def test_an_update_without_a_graded_response_is_refused() -> None:
+def test_an_update_without_the_grades_that_it_needs_is_refused() -> None:
     x = rollout(graders=ConstantGraders(FAILED))
     with pytest.raises(TrainingError, match="4 of 4"):
         x.collect(4, update=0, version=0)
+
+    class Graders(LengthGraders):
+        """Return no correctness, which a failure does not hide."""
+
+        def grade(self, samples: Any, prompts: Any) -> list[Grade]:
+            return [replace(g, correct=None) for g in super().grade(samples, prompts)]
+
+    for options in ({"filter_rounds": 2}, {"shuffle": "success"}):
+        x = rollout(graders=Graders(), batch=2, group_size=2, **options)
+        with pytest.raises(RunRefused, match="returns no correctness"):
+            x.collect(4, update=0, version=0)
 
 
 @pytest.mark.parametrize("adv_type", ["gae", "grpo"])
