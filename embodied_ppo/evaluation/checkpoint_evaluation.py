@@ -31,7 +31,7 @@ from embodied_ppo.rollout import environments, language_inputs
 from embodied_ppo.rollout.generation.engine import Engine
 from embodied_ppo.rollout.language_rollout import response_decoder
 from embodied_ppo.rollout.rewards import build as rewards_build
-from embodied_ppo.rollout.rewards.graders import check_exists, refuse_failures
+from embodied_ppo.rollout.rewards.graders import check_exists
 from embodied_ppo.training import checkpoint, generations
 from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.progress import Progress
@@ -242,7 +242,6 @@ def _evaluate_language(
             selected, engine, reward, text, sampling, n=options.n, seed=options.seed
         )
         grades = [answer.grade for answer in result.answers]
-        refuse_failures(grades, reward.last_failure, "evaluation")
         if failed := sum(grade.failed for grade in grades):
             run.say(
                 f"reward: {failed} of {len(grades)} responses could not be graded:"

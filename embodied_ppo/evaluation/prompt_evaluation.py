@@ -17,7 +17,7 @@ from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.evaluation.episodes import Episode, EvaluationResult
 from embodied_ppo.rollout.generation.engine import Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
-from embodied_ppo.rollout.rewards.graders import Grade, Graders, extra_sums
+from embodied_ppo.rollout.rewards.graders import Grade, Graders, extra_sums, refuse_failures
 from embodied_ppo.training import generations
 
 EVALUATION_SAMPLES = 1 << 40  # first sample number of evaluations; those of training are smaller
@@ -74,6 +74,8 @@ class PromptEvaluationResult:
     def results(self) -> list[EvaluationResult]:
         """Return one result per data source for ``report.write``; each answer is an episode.
 
+        A source without a graded answer has no result.
+
         The episode's seed is the evaluation's, its initial state the sha256 of the prompt's text,
         its return the score and its length the number of tokens. It is truncated if the response
         did not stop before the limit.
@@ -81,6 +83,8 @@ class PromptEvaluationResult:
         results = []
         for source, rows in self._sources().items():
             answers = [a for i in rows for a in self._graded(i)]
+            if not answers:
+                continue
             episodes = tuple(self._episode(index, a) for index, a in enumerate(answers))
             # With greedy decoding the seed has no effect.
             is_greedy = self.sampling.temperature == 0
@@ -210,6 +214,9 @@ def evaluate_prompts(
         sampling: Sampling parameters; temperature 0 is greedy decoding.
         n: Responses per prompt.
         seed: Seed of sampling.
+
+    Raises:
+        TrainingError: Too many responses could not be graded.
     """
     repeated = [p for p in prompts for _ in range(n)]
     samples = EVALUATION_SAMPLES + torch.arange(len(repeated))
@@ -221,6 +228,7 @@ def evaluate_prompts(
         (p.data_source, t, p.ground_truth, p.extra) for p, t in zip(repeated, texts, strict=True)
     ]
     grades = graders.grade(responses, repeated)
+    refuse_failures(grades, graders.last_failure, "evaluation")
     stopped, log_probs = generation.stopped.tolist(), generation.log_prob.tolist()
     answers = [
         Answer(i // n, texts[i], tokens[i][:k], log_probs[i][:k], stopped[i], grade)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from embodied_envs.base.errors import TrainingError
 from embodied_ppo.evaluation.prompt_evaluation import (
     PromptEvaluationResult,
     evaluate_prompts,
@@ -98,6 +99,11 @@ def test_accuracy_of_each_data_source() -> None:
     metrics = numbers(result.metrics())
     assert metrics["eval/accuracy/source 0"] == 1 and metrics["eval/accuracy/source 1"] == 0
     assert "eval/maj@1" not in metrics and "eval/pass@1" not in metrics
+    # A source without a graded response has no result.
+    result = evaluated(3, [right("a"), wrong("b"), FAILED])
+    assert [r.task for r in result.results()] == ["source 0"]
+    with pytest.raises(TrainingError, match="3 of 3 responses of the evaluation"):
+        evaluated(3, [FAILED] * 3)
 
 
 def test_results_have_the_form_of_episodes() -> None:
