@@ -299,13 +299,20 @@ def _report(
 
 
 def _set_scores(methods: Sequence[ComparedMethod], metric: str) -> None:
-    """Set the scores of each method. Raises ConfigError if the number of episodes differs."""
+    """Set the scores of each method. Raises ConfigError if the number of episodes differs.
+
+    Where responses could not be graded, only prompts with a score of every run are paired.
+    """
+    reports = [content for method in methods for content in method.reports]
+    failed = any(content.get("numbers", {}).get("grader_failures") for content in reports)
+    graded = set.intersection(*(set(_scores(content, metric)) for content in reports))
     count = None
     for method in methods:
-        rows = [_scores(content, metric) for content in method.reports]
+        scores = [_scores(content, metric).items() for content in method.reports]
+        rows = [[x for key, x in row if not failed or key in graded] for row in scores]
         for trained_run, row in zip(method.runs, rows, strict=True):
             count = count or len(row)
-            if len(row) != count:
+            if len(row) != count or count < 2:
                 raise ConfigError(
                     f"{trained_run.path}: has {len(row)} episodes or prompts, and"
                     f" {methods[0].runs[0].path} has {count}; compare runs with the same data of"
@@ -314,14 +321,14 @@ def _set_scores(methods: Sequence[ComparedMethod], metric: str) -> None:
         method.scores = np.array(rows)
 
 
-def _scores(content: Mapping[str, Any], metric: str) -> list[float]:
+def _scores(content: Mapping[str, Any], metric: str) -> dict[Any, float]:
     """Return the score of each episode; for language models, the mean score of each prompt."""
     if "seeds" in content:
-        return [float(episode[metric]) for episode in content["episodes"]]
+        return dict(enumerate(float(episode[metric]) for episode in content["episodes"]))
     prompts: dict[str, list[float]] = {}
     for episode in content["episodes"]:
         prompts.setdefault(episode["initial_state"], []).append(float(episode[metric]))
-    return [float(np.mean(scores)) for scores in prompts.values()]
+    return {prompt: float(np.mean(scores)) for prompt, scores in prompts.items()}
 
 
 # ---------------------------------------------------------------------------------------- results

@@ -213,9 +213,19 @@ def test_links_to_runs_are_followed(runs, tmp_path):
     assert [len(method["runs"]) for method in content["methods"]] == [1, 2]
 
 
-def test_different_numbers_of_episodes_are_refused(runs):
+def test_scores_of_equal_episodes_are_paired(runs):
     methods = policy_comparison._methods([str(runs / f"lr={lr}/0") for lr in (0.001, 0.0001)])
     for method, n in zip(methods, (3, 2), strict=True):
         method.reports = [{"seeds": {}, "episodes": [{"return": 1.0}] * n}]
     with pytest.raises(ConfigError, match=r"has 2 episodes or prompts, and .* has 3"):
+        policy_comparison._set_scores(methods, "return")
+    # A prompt each has no graded response: "c" of the first run, "a" of the second one.
+    graded = {"a": 1.0, "b": 2.0, "d": 4.0}, {"b": 2.0, "c": 3.0, "d": 4.0}
+    for method, scores in zip(methods, graded, strict=True):
+        episodes = [{"initial_state": prompt, "return": x} for prompt, x in scores.items()]
+        method.reports = [{"numbers": {"grader_failures": 1.0}, "episodes": episodes}]
+    policy_comparison._set_scores(methods, "return")
+    assert [method.scores.tolist() for method in methods] == [[[2, 4]], [[2, 4]]]
+    methods[1].reports[0]["episodes"] = methods[1].reports[0]["episodes"][:1]
+    with pytest.raises(ConfigError, match="has 1 episodes or prompts"):
         policy_comparison._set_scores(methods, "return")
