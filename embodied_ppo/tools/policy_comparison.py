@@ -289,13 +289,25 @@ def _report(
             and content["versions"] == dict(sorted(run_directory.versions().items()))
             and content["config_hash"] == trained_run.source.manifest["config_hash"]
             and file.stat().st_mtime_ns
-            >= (trained_run.source.path / checkpoint.MANIFEST).stat().st_mtime_ns
+            >= max(x.stat().st_mtime_ns for x in _evaluated_files(trained_run, options))
         ):
             return content
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # there is none, or it is damaged or of another version
     written = checkpoint_evaluation.evaluate(run_options, explicit=explicit, quiet=quiet)
     return report.read(Path(written["report_json"]))
+
+
+def _evaluated_files(trained_run: ComparedRun, options: EvaluateConfig) -> list[Path]:
+    """Return the files that an evaluation reads: the checkpoint, and of a language model the data
+    and graders that still exist.
+    """
+    c, manifest = trained_run.config, trained_run.source.path / checkpoint.MANIFEST
+    graders = [options.grader or term.grader or "" for _, term in c.reward.all_terms]
+    graders = [name.rpartition(":")[0] or name for name in graders]
+    paths = [Path(name) for name in (*(options.data or c.data.eval), *graders) if name]
+    files = [file for path in paths for file in (path, *path.glob("*")) if file.exists()]
+    return [manifest, *files]
 
 
 def _set_scores(methods: Sequence[ComparedMethod], metric: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +16,13 @@ from run_helpers import run_command
 import embodied_ppo as ep
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.commands import main
+from embodied_ppo.evaluation import checkpoint_evaluation, report
+from embodied_ppo.evaluation.checkpoint_evaluation import report_dir
+from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config, EvaluateConfig
 from embodied_ppo.tools import policy_comparison
+from embodied_ppo.training import checkpoint
+from embodied_ppo.training.run_directory import versions
 
 TINY = run_helpers.options("""env__num_envs=8 env_steps=512 algorithm__horizon=16
     algorithm__global_batch_size=64 evaluation__episodes=4 evaluation__video_episodes=0
@@ -229,3 +235,27 @@ def test_scores_of_equal_episodes_are_paired(runs):
     methods[1].reports[0]["episodes"] = methods[1].reports[0]["episodes"][:1]
     with pytest.raises(ConfigError, match="has 1 episodes or prompts"):
         policy_comparison._set_scores(methods, "return")
+
+
+@pytest.mark.parametrize("changed", ["grader.py", "data/b.jsonl"])
+def test_report_is_older_than_the_grader_or_the_data(changed, tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    names = ("grader.py", "data/b.jsonl", checkpoint.MANIFEST)
+    for path in (tmp_path / name for name in names):
+        path.touch()
+    options = {"data": {"train": ["x"], "eval": [f"{tmp_path}/data"]}, "updates": 1}
+    options |= {"reward": {"grader": f"{tmp_path}/grader.py:f"}, "mode": "reasoning"}
+    config = loader.read(Config, [("", options)]).config
+    source = checkpoint.Checkpoint(tmp_path, {"update": 0, "config_hash": ""})
+    compared = policy_comparison.ComparedRun(tmp_path, source, tmp_path, config, {})
+    content = {"format": report.FORMAT, "versions": versions(), "config_hash": ""}
+    content |= {"update": 0, "overall": {}}
+    file = report_dir(EvaluateConfig(), source, tmp_path) / "report.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(checkpoint_evaluation, "evaluate", lambda *_, **__: 1 / 0)
+    assert policy_comparison._report(compared, EvaluateConfig(), (), True)["update"] == 0
+    later = file.stat().st_mtime + 10
+    os.utime(tmp_path / changed, (later, later))
+    with pytest.raises(ZeroDivisionError):  # it is evaluated again
+        policy_comparison._report(compared, EvaluateConfig(), (), True)
