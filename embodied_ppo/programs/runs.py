@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,7 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
     ):
         system, log, timer, start_s = run.system, run.log, Timer(), time.perf_counter()
         log.say(f"{config.name}: {run.built.title}, cloned, in {spec.run_dir}")
+        system.on_evaluation = partial(_log_samples, run)
         with run.interruptible(timer, f"measure it with evaluate checkpoint={spec.run_dir}"):
             system.save(0)  # before the evaluation, which may fail
             if config.evaluation.episodes:
@@ -237,6 +239,19 @@ def write_initial_policy(
         return spec.run_dir, run.system.save(0)
 
 
+def _log_samples(run: OpenRun, result: Any) -> None:
+    """Log a table of responses and write them; the evaluation of a robot has none."""
+    spec, system = run.spec, run.system
+    # Only evaluations of prompts have responses to show.
+    if spec.config.mode != "reasoning":
+        return
+    if rows := result.samples():
+        run.log.table("samples", rows, steps=system.steps)
+    if (dump := spec.config.rollout.dump) is not None:
+        file = generations.file_of(spec.run_dir, "eval", system.version)
+        generations.write(file, result.lines(dump))
+
+
 class _Session:
     """Training from an update to the end of the run or the loss of a process.
 
@@ -253,7 +268,7 @@ class _Session:
         run.log.say(f"{config.name}: {run.built.title}, {span}, in {spec.run_dir}")
         for line in batch_sizes.lines(config) if completed < last else ():
             run.log.say(f"  {line}")
-        run.system.on_evaluation = self._log_samples
+        run.system.on_evaluation = partial(_log_samples, run)
         self.started, self.timer = time.perf_counter(), Timer()
         self.startup_s = process_age_s()
         # Repeated updates are not evaluated, and saved at the end only.
@@ -272,18 +287,6 @@ class _Session:
         # Steps before this session do not count for its speed.
         self.steps_before, self.worker_cpu_s = run.system.steps, 0.0
         self.warm_up: dict[str, float] = {}  # CPU seconds of the first update by phase, and "steps"
-
-    def _log_samples(self, result: Any) -> None:
-        """Log a table of responses and write them; the evaluation of a robot has none."""
-        spec, system = self.run.spec, self.run.system
-        # Only evaluations of prompts have responses to show.
-        if spec.config.mode != "reasoning":
-            return
-        if rows := result.samples():
-            self.run.log.table("samples", rows, steps=system.steps)
-        if (dump := spec.config.rollout.dump) is not None:
-            file = generations.file_of(spec.run_dir, "eval", system.version)
-            generations.write(file, result.lines(dump))
 
     def evaluate_before(self) -> None:
         """Evaluate the initial policy, or complete the update that a resumed run has not logged."""

@@ -431,7 +431,9 @@ def test_clone_learns_the_responses_of_a_file(capsys) -> None:
     options += [f"data.train={{{data}: 2}}", f"data.eval=[{data}]", "algorithm.response_length=16"]
     options += ["evaluation.episodes=12", "device=cpu", "algorithm.micro_batch_tokens=1000"]
     steps = ["cloning.steps=40", "cloning.batch_size=4", "cloning.lr=1e-2"]
-    summary = run_command(capsys, "clone", *options, *steps, "run_dir=cloned")
+    dump = "rollout.dump=all"
+    summary = run_command(capsys, "clone", *options, *steps, dump, "run_dir=cloned")
+    assert len(Path("cloned/generations/eval_000000.jsonl").read_text().splitlines()) == 12
     assert summary["final_success"] == 1, log("cloned")
     assert "cloning: 40 steps on 12 responses" in log("cloned") and "6.7 passes" in log("cloned")
     # Cloning needs no critic; PPO creates one.
