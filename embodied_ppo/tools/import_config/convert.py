@@ -338,20 +338,24 @@ def _apply(
     return None
 
 
+def _mode_layer(migration: Migration) -> tuple[str, Any]:
+    """Return the options of the mode, on which those of the file are set."""
+    file = config_folders.shipped() / "mode" / f"{migration.mode}.yaml"
+    return "configs/mode", yaml.safe_load(file.read_text(encoding="utf-8"))
+
+
 def _composed(migration: Migration, file: str) -> loader.Loaded[Config]:
     """Load what ``train experiment=..`` would, with a placeholder for every ???."""
-    mode_file = config_folders.shipped() / "mode" / f"{migration.mode}.yaml"
-    base = yaml.safe_load(mode_file.read_text(encoding="utf-8"))
     placeholders = {"data.train": ["-"], "data.eval": ["-"], "updates": 1}
     placeholders["algorithm.response_length"] = 1
     options = {path: placeholders.get(path, "-") for path in migration.to_write}
     options |= migration.options
-    return loader.read(Config, [("configs/mode", base), (file, options)])
+    return loader.read(Config, [_mode_layer(migration), (file, options)])
 
 
 def _drop_removed(migration: Migration) -> None:
     """Drop options that this version has no more, or refuse their values."""
-    defaults = {path: option.default for path, option in loader.describe(Config).items()}
+    defaults = loader.flat(loader.dump(loader.read(Config, [_mode_layer(migration)]).config))
     for path in sorted(migration.options.keys() & REMOVED.keys()):
         accepted = REMOVED[path].accepts(migration.options[path], defaults | migration.options)
         rows = migration.meaningless if accepted else migration.refused
