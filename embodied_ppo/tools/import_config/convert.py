@@ -362,13 +362,22 @@ def _drop_removed(migration: Migration) -> None:
         _drop(migration, path, REMOVED[path].hint, rows)
 
 
+def _has_critic(migration: Migration) -> bool:
+    return migration.options.get("algorithm.adv_type", "gae") == "gae"
+
+
 def _drop(migration: Migration, path: str, reason: str, rows: list[dict[str, Any]]) -> None:
-    """Drop an option of ours, and add those of the file that became it to ``rows``."""
+    """Drop an option of ours, and add those of the file that became it to ``rows``.
+
+    A default of theirs that is refused, such as one of the critic's optimiser, is a difference.
+    """
     del migration.options[path]
     for row in [row for row in migration.mapped if path in row["ours"]]:
         del row["ours"][path]
         if not row["default"]:
             rows.append(_row(row["theirs"], row["value"], reason))
+        elif rows is migration.refused and _has_critic(migration):
+            migration.differences.append(_row(row["theirs"], row["value"], reason))
     migration.mapped = [row for row in migration.mapped if row["ours"]]
 
 
