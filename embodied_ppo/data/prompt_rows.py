@@ -144,8 +144,9 @@ def read_rows(
       ShareGPT  {conversations: [{from, value}, ..]}
 
     Messages are {role, content}, with a text or a list of parts {type: text, text}. If they end
-    with the assistant's under ``messages`` or ``conversations``, that message is the answer. The
-    ``data_source`` of rows without one is "openai/gsm8k" (GSM8K) or the name of the file.
+    with the assistant's under ``messages`` or ``conversations``, that message is the response, and
+    the answer if the row has no other. The ``data_source`` of rows without one is "openai/gsm8k"
+    (GSM8K) or the name of the file.
 
     Args:
         paths: Files and directories, see ``Paths``.
@@ -216,15 +217,17 @@ def _row(
     if key == "instruction" and item.get("input"):
         prompt, used = f"{prompt}\n\n{item['input']}", used | {"input"}
     value: Any = item.get(answer_key or "")
+    response = ""
     is_chat = key in ("messages", "conversations") and isinstance(prompt, list)
     if is_chat and (last := prompt[-1])["role"] == "assistant":
         # The conversation ends with its answer.
         prompt = _prompt(prompt[:-1], f"{location}: {key} before the answer")
-        value = last["content"] if value is None else value
+        response = last["content"]
+        value = response if value is None else value
     if value is None and needs_answer:
         value = _value(item, location, "answer_key", answer_key)
     truth = _answer(value, f"{location}: {answer_key}", answer_key, needs_answer)
-    response = "" if answer_key == "reward_model" else truth
+    response = response or ("" if answer_key == "reward_model" else truth)
     if gsm8k:
         _, marker, truth = truth.rpartition("####")
         truth = truth.strip().replace(",", "")

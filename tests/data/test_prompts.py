@@ -121,6 +121,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Any, str]] = {
         "7",
     ),
     "messages": ({"messages": [SYSTEM, USER, ANSWER]}, [SYSTEM, USER], "a"),
+    "messages, answer": ({"messages": [USER, ANSWER], "answer": "7"}, [USER], "7"),
+    "messages, truth": (
+        {"messages": [USER, ANSWER], "reward_model": {"ground_truth": "7"}},
+        [USER],
+        "7",
+    ),
     "JSON": ({"prompt": json.dumps([USER]), "answer": 1}, [USER], "1"),
     "parts": (
         {"prompt": [{**USER, "content": [{"type": "text", "text": x} for x in "ab"]}], "answer": 1},
@@ -149,6 +155,7 @@ def test_layouts_of_other_trainers(name: str, tmp_path) -> None:
     row, prompt, truth = LAYOUTS[name]
     (read,) = read_rows(write(tmp_path / "f.jsonl", [row]))
     assert (read.prompt, read.ground_truth) == (prompt, truth)
+    assert read.response == ("a" if name.startswith("messages") else truth)
 
 
 @pytest.mark.parametrize(
