@@ -22,7 +22,6 @@ from gymnasium.vector.utils import batch_space
 import embodied_envs
 from embodied_envs import tasks
 from embodied_envs.adapters.actions import policy_bounds
-from embodied_envs.adapters.base import NO_LIMIT
 from embodied_envs.adapters.gymnasium_env import AUTORESET
 from embodied_envs.adapters.spaces import check_seeds
 from embodied_envs.adapters.user_code import copy_arrays
@@ -31,7 +30,7 @@ from embodied_envs.base.errors import EnvError, check_choice, check_names
 from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.task import Task
-from embodied_envs.types import ArraySpec, Step
+from embodied_envs.types import NO_LIMIT, ArraySpec, Step
 
 SIMULATORS = ("auto", "mujoco", "warp")
 RENDER_MODES = ("rgb_array",)

@@ -27,6 +27,8 @@ from embodied_envs.base.observation_names import ACTION_MASK
 
 Obs: TypeAlias = "Tensor | dict[str, Tensor]"
 """One tensor, or a flat dictionary of tensors, with equal leading dimensions."""
+NO_LIMIT = 2**31 - 1
+"""Value of ``max_episode_steps`` for episodes without a time limit."""
 COARSE = 8192.0
 """Magnitude above which neighbours in float32 are more than 0.001 apart. Observations in float64
 keep their type if they may be larger."""

@@ -11,7 +11,6 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,8 +156,8 @@ def test_schedules_that_cover_another_number_of_updates_are_reported(monkeypatch
     trained = Config(updates=4, algorithm=a, model=model)
     monkeypatch.setattr(run_directory, "stored_config", lambda source: trained)
     device, said = torch.device("cpu"), list[str]()
-    arithmetic = partial(run_directory.arithmetic, trained, device)
-    source: Any = SimpleNamespace(update=4, arithmetic=arithmetic)
+    numbers = run_directory.arithmetic(trained, device)
+    source: Any = SimpleNamespace(update=4, arithmetic=lambda: numbers)
     run_directory.check_resume(trained, source, 8, device, said.append)
     expected = "the run had 4 updates, now 8: entropy_end=0, max_log_std=[-0.5, -1.0] covers"
     assert [line.removeprefix("resume: ") for line in said] == [f"{expected} the new number"]

@@ -79,9 +79,11 @@ def test_load_inverts_dump_of_changed_config() -> None:
     assert loader.load(Config, loader.dump(config)) == config
 
 
-def test_configs_are_frozen() -> None:
+def test_configs_are_frozen_and_an_empty_section_sets_nothing() -> None:
     with pytest.raises(FrozenInstanceError):
         loader.load(Config, {}).seed = 1
+    sections = {"algorithm": None, "env": {}, "model": {"hidden": [8]}}
+    assert loader.load(Config, sections).model.hidden == (8,)
 
 
 # ----------------------------------------------------------------------------------------- accepted
@@ -113,12 +115,6 @@ def test_loaded_values_are_copies() -> None:
     config = loader.load(Config, {"env": {"kwargs": kwargs}})
     kwargs["a"].append(2)
     assert config.env.kwargs == {"a": [1]}
-
-
-def test_empty_section_sets_nothing() -> None:
-    assert loader.load(
-        Config, {"algorithm": None, "env": {}, "model": {"hidden": [8]}}
-    ).model.hidden == (8,)
 
 
 # ----------------------------------------------------------------------------------- refused values
@@ -179,6 +175,10 @@ def test_value_is_refused(path: str, value: object, parts: list[str]) -> None:
 def test_refusal_names_the_layer() -> None:
     assert "(my.yaml)" in refused(Config, {"algorithm.gamma": 2})
     assert "()" not in refused(Config, {"algorithm.gamma": 2}, source="")
+    with pytest.raises(ConfigError, match=r"^3 = 4"):  # a name that is no text
+        loader.load(Config, {3: 4})
+    line = refused(Config, {"cluster.num_nodes": 2}, PlacementError)
+    assert line.startswith("remove cluster.num_nodes")
 
 
 @pytest.mark.parametrize(("value", "hint"), [("fuzed", "did you mean placement=fused?"), (3, "")])
@@ -261,11 +261,6 @@ def test_missing_letter_suggests_the_option(path: str) -> None:
     wrong = f"{section}{dot}{leaf[:1]}{leaf[2:]}"
     line = refused(Config, {wrong: 1})
     assert f"{path}?" in line or f"(= {path})" in line or f"belongs to {path}" in line, line
-
-
-def test_key_that_is_no_text_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^3 = 4"):
-        loader.load(Config, {3: 4})
 
 
 def test_removed_options_of_a_stored_run() -> None:
@@ -384,11 +379,6 @@ def test_component_placement(placement: dict[str, Any], message: str | None) -> 
             with pytest.raises(PlacementError) as caught:
                 loader.load(Config, {**nested(LANGUAGE), **layer})
             assert message in str(caught.value) and "placement = {" in str(caught.value)
-
-
-def test_num_nodes_needs_a_placement() -> None:
-    line = refused(Config, {"cluster.num_nodes": 2}, PlacementError)
-    assert line.startswith("remove cluster.num_nodes")
 
 
 # ------------------------------------------------------------------------------------------ aliases

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,10 +46,7 @@ def test_folder_of_runs_is_one_arm_per_method(runs, tmp_path, capsys):
     content = run_command(capsys, "compare", runs, "episodes=12", f"out={tmp_path / 'out'}")
     labels = [method["label"] for method in content["methods"]]
     assert labels == ["algorithm.lr=0.0001", "algorithm.lr=0.001"]
-    assert [[r["seed"] for r in method["runs"]] for method in content["methods"]] == [
-        [0, 1],
-        [0, 1],
-    ]
+    assert [[r["seed"] for r in m["runs"]] for m in content["methods"]] == [[0, 1], [0, 1]]
     assert content["options"] == [{"option": "algorithm.lr", "values": ["0.0001", "0.001"]}]
     (difference,) = content["differences"]
     low, high = difference["ci95"]
@@ -147,12 +145,9 @@ def test_task_that_all_runs_solve_alike_is_compared() -> None:
 
     def method(label: str, returns: dict[str, float]) -> policy_comparison.ComparedMethod:
         source: Any = SimpleNamespace(path=Path("step_1"), update=1)
-        runs, reports = [], []
-        for task, value in returns.items():
-            options = {"env.id": task}
-            run = policy_comparison.ComparedRun(Path(), source, Path(), Config(), options)
-            runs.append(run)
-            reports.append({"seeds": [0, 1], "episodes": [{"return": value}] * 2})
+        run = partial(policy_comparison.ComparedRun, Path(), source, Path(), Config())
+        reports = [{"seeds": [0, 1], "episodes": [{"return": x}] * 2} for x in returns.values()]
+        runs = [run({"env.id": task}) for task in returns]
         return policy_comparison.ComparedMethod(label, runs, reports)
 
     methods = [method("a", {"CartPole-v1": 500.0, "Hopper-v4": 100.0})]
@@ -240,22 +235,19 @@ def test_scores_of_equal_episodes_are_paired(runs):
 @pytest.mark.parametrize("changed", ["grader.py", "data/b.jsonl"])
 def test_report_is_older_than_the_grader_or_the_data(changed, tmp_path, monkeypatch):
     (tmp_path / "data").mkdir()
-    names = ("grader.py", "data/b.jsonl", checkpoint.MANIFEST)
-    for path in (tmp_path / name for name in names):
-        path.touch()
+    for name in ("grader.py", "data/b.jsonl", checkpoint.MANIFEST):
+        (tmp_path / name).touch()
     options = {"data": {"train": ["x"], "eval": [f"{tmp_path}/data"]}, "updates": 1}
     options |= {"reward": {"grader": f"{tmp_path}/grader.py:f"}, "mode": "reasoning"}
     config = loader.read(Config, [("", options)]).config
     source = checkpoint.Checkpoint(tmp_path, {"update": 0, "config_hash": ""})
     compared = policy_comparison.ComparedRun(tmp_path, source, tmp_path, config, {})
-    content = {"format": report.FORMAT, "versions": versions(), "config_hash": ""}
-    content |= {"update": 0, "overall": {}}
+    facts = {"format": report.FORMAT, "versions": versions(), "config_hash": "", "update": 0}
     file = report_dir(EvaluateConfig(), source, tmp_path) / "report.json"
     file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(facts | {"overall": {}}))
     monkeypatch.setattr(checkpoint_evaluation, "evaluate", lambda *_, **__: 1 / 0)
     assert policy_comparison._report(compared, EvaluateConfig(), (), True)["update"] == 0
-    later = file.stat().st_mtime + 10
-    os.utime(tmp_path / changed, (later, later))
+    os.utime(tmp_path / changed, (file.stat().st_mtime + 10,) * 2)
     with pytest.raises(ZeroDivisionError):  # it is evaluated again
         policy_comparison._report(compared, EvaluateConfig(), (), True)

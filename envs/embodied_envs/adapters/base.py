@@ -17,8 +17,6 @@ from embodied_envs.types import Obs, VectorEnv, choices_of
 
 SUCCESS_KEYS = ("success", "is_success")
 """Entries of a simulator's info that mean success."""
-NO_LIMIT = 2**31 - 1
-"""Value of ``max_episode_steps`` for episodes without a time limit."""
 
 
 @dataclass(frozen=True, kw_only=True)

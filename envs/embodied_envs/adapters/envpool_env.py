@@ -20,17 +20,11 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters import envpool_scenes, spaces
-from embodied_envs.adapters.base import (
-    NO_LIMIT,
-    SUCCESS_KEYS,
-    Adapter,
-    AdapterOptions,
-    check_kwargs,
-)
+from embodied_envs.adapters.base import SUCCESS_KEYS, Adapter, AdapterOptions, check_kwargs
 from embodied_envs.base import tree, watchdog
 from embodied_envs.base.errors import choose
 from embodied_envs.base.host_memory import free_memory
-from embodied_envs.types import Composite, Obs, Step
+from embodied_envs.types import NO_LIMIT, Composite, Obs, Step
 
 _RESERVED = (
     *("num_envs", "batch_size", "seed", "env_seed", "num_threads", "max_episode_steps"),

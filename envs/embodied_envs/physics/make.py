@@ -14,7 +14,7 @@ import mujoco
 import torch
 
 from embodied_envs import tasks
-from embodied_envs.adapters.base import NO_LIMIT, AdapterOptions
+from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base.errors import EnvError, check_choice, check_count, show
 from embodied_envs.physics.cameras import Cameras
@@ -25,6 +25,7 @@ from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.physics.task_validation import PRIVILEGED
 from embodied_envs.tasks import Task
 from embodied_envs.tasks.task import Stage
+from embodied_envs.types import NO_LIMIT
 
 WARM_UP_STEPS = 200
 """Control steps of random actions in which a GPU's worlds show how many contacts they need."""
