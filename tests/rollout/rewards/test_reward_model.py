@@ -207,7 +207,8 @@ def test_failures_have_no_score_and_are_reported() -> None:
     grades = judge.grade(*batch(["a", "abt", "b" * 60, "b"]))
     assert [g.failed for g in grades] == [False, True, True, False]
     assert math.isnan(grades[1].score) and math.isnan(grades[2].score)
-    assert grades[0].score == scores(RewardModel(model, characters()), ["a"])[0] != 0
+    # The products of one row and of four may be rounded differently.
+    assert grades[0].score == pytest.approx(judge.grade(*batch(["a"]))[0].score, rel=1e-4) != 0
     assert judge.failures == 2
     sample = "sample 1 of 4 (data_source = test, ground_truth = '', response = 'abt')"
     assert judge.last_failure == f"{sample}: the model's score is nan"
