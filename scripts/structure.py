@@ -4,8 +4,8 @@
 
 The source is parsed, and a short training run of CartPole is profiled (``--no-run`` leaves it out).
 ``[tool.embodied_ppo.limits]`` in pyproject.toml holds the limit of each number, which the table
-shows and tests/scripts/test_structure.py checks. Lines of code are lines without comments, blank
-lines and docstrings; the string after an assignment is one, too (PEP 257).
+shows and tests/scripts/test_structure.py checks. Lines of code are lines without docstrings,
+comments and blank lines.
 """
 
 from __future__ import annotations
@@ -90,20 +90,10 @@ def code_lines(path: Path) -> frozenset[int]:
         if token.type not in ignored | {tokenize.ENDMARKER}:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in statements(path):
-        for text in _docstrings(node):
-            lines -= set(range(text.lineno, (text.end_lineno or 0) + 1))
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and _is_text(body[0]):
+            lines -= set(range(body[0].lineno, body[0].end_lineno + 1))
     return frozenset(lines)
-
-
-def _docstrings(node: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the docstring of a module, class or function and those of its attributes (PEP 257)."""
-    body = getattr(node, "body", None)
-    if not isinstance(body, list):
-        return
-    for i, statement in enumerate(body):
-        documented = i == 0 or isinstance(body[i - 1], ast.Assign | ast.AnnAssign)
-        if documented and _is_text(statement):
-            yield statement
 
 
 def _is_text(node: ast.AST) -> bool:
