@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Run", "bisect", "compare", "config", "distill", "evaluate", "fork", "load", "replay"]
 __all__ += ["train", "verify"]
+# Function -> the module that contains it.
 TOOLS = {
     "bisect": "tools.bisection",
     "compare": "tools.policy_comparison",
@@ -39,7 +40,6 @@ TOOLS = {
     "replay": "tools.update_replay",
     "verify": "tools.verification",
 }
-"""Function -> the module that contains it."""
 __all__ += ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "TrainingError"]
 
 

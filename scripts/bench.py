@@ -170,8 +170,8 @@ def cpu_s(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, floa
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+# Part of a GPU's name -> dense bfloat16 products, operations per second (data sheets).
 PEAKS = {"H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12}
-"""Part of a GPU's name -> dense bfloat16 products, operations per second (data sheets)."""
 
 
 def peak_flops(device: Any) -> float | None:
@@ -300,12 +300,12 @@ def measure_language(part: Part) -> None:
     bench_models.measure_generation(part, rounds=part.rounds)
 
 
+# Our task -> EnvPool's task with the same robot.
 ENVPOOL = {
     **{name: f"{name}-v5" for name in ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")},
     "PandaPickCube": "PandaPickCube-v1",
     "Go1Joystick": "Go1JoystickFlatTerrain-v1",
 }
-"""Our task -> EnvPool's task with the same robot."""
 
 
 def measure_simulators(part: Part) -> None:

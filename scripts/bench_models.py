@@ -43,8 +43,8 @@ from embodied_ppo.rollout.rewards.graders import Grade, Sample
 from embodied_ppo.rollout.simulation import Rollout
 
 CPU = torch.device("cpu")
+# Type of the matrix products of the large models; the weights of qwen are float32.
 COMPUTE = torch.bfloat16
-"""Type of the matrix products of the large models; the weights of qwen are float32."""
 
 
 # ---------------------------------------------------------------------------------- language models
@@ -84,8 +84,8 @@ class Shape:
 
 TINY_SHAPE = Shape(64, 2, 4, 2, 128, 512, prompts=6, prompt=5, new=12, micro_tokens=64)
 SMALL_SHAPE = Shape(256, 4, 4, 2, 1024, 64, prompts=256, prompt=16, new=64)
+# 4 of 64 tokens end a response of the small model: responses have about 16 tokens.
 STOP_IDS = (2, 3, 4, 5)
-"""4 of 64 tokens end a response of the small model: responses have about 16 tokens."""
 
 
 def measure_generation(part: bench.Part, *, rounds: int) -> None:

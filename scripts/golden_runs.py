@@ -29,8 +29,8 @@ import torch
 
 COMMAND = Path(sys.executable).with_name("embodied-ppo")
 TESTS = Path(__file__).resolve().parent.parent / "tests"
+# Metrics that depend on the machine and its load.
 MEASURED = ("time/", "speed/", "memory/", "weights/", "device/")
-"""Metrics that depend on the machine and its load."""
 
 COMMON = ["evaluation.video_episodes=0", "threads=1", "device=cpu"]
 ROBOT = [
@@ -80,6 +80,8 @@ PI0 = [
     "algorithm.critic_warmup=0",
 ]
 
+# Name -> options of ``embodied-ppo train``; ``{pi0}`` stands for a directory with a small pi0 of
+# random weights.
 RUNS: dict[str, list[str]] = {
     "halfcheetah_eager": CHEETAH,
     "halfcheetah_compiled": [*CHEETAH, "compile=always"],
@@ -122,11 +124,8 @@ RUNS: dict[str, list[str]] = {
     ],
     "halfcheetah_resumed": [*CHEETAH, "save_every=2", "updates=2"],
 }
-"""Name -> options of ``embodied-ppo train``; ``{pi0}`` stands for a directory with a small pi0 of
-random weights.
-"""
+# Runs that are started a second time, with these options added.
 CONTINUED = {"halfcheetah_resumed": ["updates=4", "resume=auto"]}
-"""Runs that are started a second time, with these options added."""
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:

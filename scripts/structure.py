@@ -32,8 +32,8 @@ PACKAGE, SIMULATORS = ROOT / "embodied_ppo", ROOT / "envs" / "embodied_envs"
 SCHEMA = PACKAGE / "options" / "schema.py"
 SCRIPTS, TESTS = ROOT / "scripts", ROOT / "tests"
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["embodied_ppo"]
+# The folders whose comments are counted.
 TRAINING = ("ppo", "rollout", "training", "programs", "cluster")
-"""The folders whose comments are counted."""
 MEANINGS = {
     "rooms": "folders and modules directly in the package, embodied_envs and scripts",
     "floors": "rooms on the longest chain of imports",
@@ -55,8 +55,8 @@ MEANINGS = {
     "functions_per_iteration": "the same, with collecting the trajectory and logging",
     "frames_to_loss": "own frames from main to clipped_surrogate, without the supervisor",
 }
+# Updates before those that are profiled.
 WARM_UP = 2
-"""Updates before those that are profiled."""
 
 
 # --------------------------------------------------------------------------------------- code lines

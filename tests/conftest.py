@@ -31,6 +31,7 @@ hypothesis.settings.load_profile("default")
 # packages of their own: make test-mjlab, make test-libero, make test-trackers, .. (Makefile)
 collect_ignore = ["extras"]
 
+# Test files that take 20 s or more, the longest first.
 LONGEST_FILES = (
     "core/test_compile.py",
     "integration/test_placements_language.py",
@@ -57,7 +58,6 @@ LONGEST_FILES = (
     "commands/test_plan.py",
     "tools/test_verification.py",
 )
-"""Test files that take 20 s or more, the longest first."""
 
 FOLDER = Path(__file__).parent
 

@@ -27,41 +27,41 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from embodied_envs.base import tree
 
+# Name for torch's device type PrivateUse1, which has no implementation of its own.
 NAME = "npu"
-"""Name for torch's device type PrivateUse1, which has no implementation of its own."""
 ROOT = str(Path(__file__).parents[1])
 CODE = (f"{ROOT}/embodied_ppo/", f"{ROOT}/envs/")
 aten = torch.ops.aten
 
+# Operations that launch no kernel on a GPU.
 VIEWS = {
     *("view", "_unsafe_view", "expand", "transpose", "t", "unsqueeze", "squeeze", "slice"),
     *("select", "split", "split_with_sizes", "chunk", "permute", "alias", "detach", "unbind"),
     *("_reshape_alias", "as_strided", "unfold", "diagonal", "empty", "new_empty", "empty_like"),
     *("empty_strided", "new_empty_strided", "lift_fresh", "set_"),
 }
-"""Operations that launch no kernel on a GPU."""
 
+# Operations whose result, or its size, the host waits for.
 HOST_READS = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
 }
-"""Operations whose result, or its size, the host waits for."""
 
+# Operations whose second argument is a list of indices.
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-"""Operations whose second argument is a list of indices."""
 
+# Operations made of others for which a GPU has one kernel in inference mode.
 ONE_KERNEL = {"scaled_dot_product_attention", "rms_norm"}
-"""Operations made of others for which a GPU has one kernel in inference mode."""
 
 
+# Operations whose CUDA kernels add in any order (``torch.use_deterministic_algorithms``); those
+# that do so for some arguments are in ``_is_unordered``.
 UNORDERED = {
     *("convolution_backward", "_embedding_bag_backward", "_ctc_loss_backward", "nll_loss2d"),
     *("histc", "bincount", "median", "put_", "grid_sampler_2d_backward"),
     *("upsample_bilinear2d_backward", "_upsample_bilinear2d_aa_backward"),
     *("_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "reflection_pad2d_backward"),
 }
-"""Operations whose CUDA kernels add in any order (``torch.use_deterministic_algorithms``); those
-that do so for some arguments are in ``_is_unordered``."""
 
 
 class DeviceError(RuntimeError):
@@ -147,8 +147,8 @@ class _Functions(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        # Tensors in pinned memory.
         self.pinned = WeakTensorKeyDictionary()
-        """Tensors in pinned memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -383,11 +383,11 @@ class _Backend(_DummyBackendModule):
         torch.set_rng_state(state)
 
 
+# Operations that autocast computes in its type. Those that it computes in float32 are left out.
 LOW_PRECISION = (
     *("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "convolution", "conv2d"),
     "scaled_dot_product_attention",
 )
-"""Operations that autocast computes in its type. Those that it computes in float32 are left out."""
 _libraries: list[torch.library.Library] = []
 
 

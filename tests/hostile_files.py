@@ -18,6 +18,7 @@ _CONTENTS: dict[str, bytes] = {
 }
 
 
+# Name -> function that creates a file, which does not exist yet.
 WRITERS: dict[str, Callable[[Path], object]] = {
     **{
         name: (lambda path, content=content: path.write_bytes(content))
@@ -29,7 +30,6 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "loop of links": lambda path: path.symlink_to(path.name),
     "missing": lambda path: None,
 }
-"""Name -> function that creates a file, which does not exist yet."""
 
 
 def put(path: Path, kind: str) -> None:

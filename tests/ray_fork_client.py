@@ -10,10 +10,10 @@ import os
 import socket
 import sys
 
+# Environment variable with the server's Unix socket.
 ADDRESS = "TESTS_RAY_FORK_SERVER"
-"""Environment variable with the server's Unix socket."""
+# Options of Ray's start command that its worker program does not know.
 OWN_OPTIONS = ("--serialized-runtime-env-context", "--language")
-"""Options of Ray's start command that its worker program does not know."""
 
 
 def request(arguments: list[str]) -> None:

@@ -30,10 +30,11 @@ from typing import Any
 import ray_fork_client
 from ray_fork_client import ADDRESS
 
+# The running server. It ends with its standard input, which a reference keeps open.
 _servers = list[subprocess.Popen[bytes]]()
-"""The running server. It ends with its standard input, which a reference keeps open."""
+# Environment variable with a number of problems, to which workers reduce the task arithmetic.
 PROBLEMS = "TESTS_ARITHMETIC_PROBLEMS"
-"""Environment variable with a number of problems, to which workers reduce the task arithmetic."""
+# Modules that the server imports.
 PRELOADED = (
     # What Ray imports, without Ray.
     "google.protobuf.internal.builder",
@@ -53,7 +54,6 @@ PRELOADED = (
     "transformers.tokenization_utils_tokenizers",
     "embodied_ppo.programs.system",
 )
-"""Modules that the server imports."""
 
 
 def install() -> None:

@@ -36,6 +36,7 @@ DEVICE_FREE = {
     "is_initialized",
     "set_sync_debug_mode",
 }
+# Function -> position and name of the argument that determines the device.
 DEVICE_ARGUMENT: dict[str, tuple[int, str]] = {
     "Stream": (0, "device"),
     "current_stream": (0, "device"),
@@ -59,7 +60,6 @@ DEVICE_ARGUMENT: dict[str, tuple[int, str]] = {
     "synchronize": (0, "device"),
     "use_mem_pool": (1, "device"),
 }
-"""Function -> position and name of the argument that determines the device."""
 
 
 def cuda_name(node: ast.AST) -> str:

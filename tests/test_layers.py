@@ -19,19 +19,19 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = {"embodied_ppo": ROOT / "embodied_ppo", "embodied_envs": ROOT / "envs" / "embodied_envs"}
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["embodied_ppo"]
+# Folders and files directly in the package, from the lowest layer to the highest.
 LAYERS: list[str] = SETTINGS["layers"]
-"""Folders and files directly in the package, from the lowest layer to the highest."""
+# Modules and folders that may import our own inside functions: `embodied-ppo --help` must not load
+# torch.
 LAZY = (*(f"embodied_ppo.{name}" for name in SETTINGS["lazy"]), "embodied_envs")
-"""Modules and folders that may import our own inside functions: `embodied-ppo --help` must not load
-torch."""
+# Modules that any other may import inside a function: they load Ray, FSDP2 or MuJoCo, which most
+# runs do not need.
 SLOW = set(SETTINGS["slow"])
-"""Modules that any other may import inside a function: they load Ray, FSDP2 or MuJoCo, which most
-runs do not need."""
+# Third-party package -> the modules or folders of embodied_ppo that may import it.
 ONLY_IN: dict[str, list[str]] = SETTINGS["only_in"]
-"""Third-party package -> the modules or folders of embodied_ppo that may import it."""
 NUMERICS = ("ppo.advantages", "ppo.losses", "ppo.kl", "policies.distributions")
+# Pure functions of tensors: they read no option and no device.
 NUMERICS += ("core.running_stats",)
-"""Pure functions of tensors: they read no option and no device."""
 
 
 @cache

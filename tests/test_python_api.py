@@ -23,6 +23,7 @@ from embodied_ppo.options.compose import override_lines
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.trained_run import TrainedRun
 
+# A run of two updates; the simulator's actions are in [-2, 2].
 OPTIONS: dict[str, Any] = {
     "seed": 3,
     "updates": 2,
@@ -33,7 +34,6 @@ OPTIONS: dict[str, Any] = {
     "model__hidden": [16],
     "evaluation": {"episodes": 2, "video_episodes": 0},
 }
-"""A run of two updates; the simulator's actions are in [-2, 2]."""
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from embodied_ppo.policies.vla import openvla_files
 from embodied_ppo.policies.vla.openvla import DINO, SIGLIP, OpenVLABody, OpenVLAConfig
 
+# Height and width of the tests' camera images in pixels.
 SIDE = 32
-"""Height and width of the tests' camera images in pixels."""
 STATS = {"q01": [-2.0, 0.0], "q99": [2.0, 1.0], "mask": [True, True]}
 
 

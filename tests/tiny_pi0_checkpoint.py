@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from embodied_ppo.policies.vla.pi05 import use_adaptive_norms
 
+# lerobot's normalization_mapping of π0.5.
 QUANTILES = {"STATE": "QUANTILES", "ACTION": "QUANTILES"}
-"""lerobot's normalization_mapping of π0.5."""
 
 
 def tiny_config(*, key_heads: int = 1, **fields: Any) -> Any:

@@ -6,5 +6,5 @@ from pathlib import Path
 
 MODELS = Path(__file__).with_name("models")
 QUADRUPED = (MODELS / "quadruped.xml").read_text()
+# Four motors hold 1 kg.
 DRONE = (MODELS / "drone.xml").read_text()
-"""Four motors hold 1 kg."""

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from embodied_envs.base.errors import ProcessLost
 
+# A tensor, None, or a dictionary of values, nested to any depth.
 Value = Tensor | dict[str, Any] | None
-"""A tensor, None, or a dictionary of values, nested to any depth."""
 
 ALIGN = 16  # alignment of each tensor in the payload, bytes
+# Greeting: SHA-256 of the secret, caller's name; nothing is parsed before it is verified.
 HELLO = struct.Struct("<32s96s")
-"""Greeting: SHA-256 of the secret, caller's name; nothing is parsed before it is verified."""
+# Size of the JSON header and size of the tensor payload, bytes.
 PREFIX = struct.Struct("<QQ")
-"""Size of the JSON header and size of the tensor payload, bytes."""
 GREETING_S = 5.0  # time limit of waiting for a caller's greeting, seconds
 BUFFER = 4 << 20  # Socket buffer, bytes. An action always fits, so that both ends may send at once.
 SIOCGIFADDR = 0x8915  # Linux ioctl: the IPv4 address of a network interface
@@ -328,8 +328,8 @@ class Server:
 
     def __init__(self, handler: RequestHandler, exchange: Exchange) -> None:
         self.handler, self.exchange = handler, exchange
+        # Phase of training -> CPU seconds of its requests.
         self.cpu_s: dict[str, float] = defaultdict(float)
-        """Phase of training -> CPU seconds of its requests."""
 
     def serve(self, callers: int) -> None:
         """Reply to requests until ``callers`` callers have sent "done"."""

@@ -14,8 +14,8 @@ from embodied_ppo.policies import causal_lm, language_models
 from embodied_ppo.rollout import group_filter, language_inputs
 from embodied_ppo.rollout.generation import decode_model
 
+# Purposes of the memory of a process.
 PURPOSES = ("weights", "gradients", "optimiser", "experience", "cache", "activations")
-"""Purposes of the memory of a process."""
 
 
 class LanguageMemoryEstimator(MemoryEstimator):

@@ -29,8 +29,8 @@ from embodied_ppo.policies.vla.vla_policy import VLAPolicy
 from embodied_ppo.ppo import losses
 from embodied_ppo.ppo.ppo import PPO
 
+# Bytes per response token of experience: a ``Trajectory``, and what the learner adds to it.
 EXPERIENCE_BYTES_PER_TOKEN = 64
-"""Bytes per response token of experience: a ``Trajectory``, and what the learner adds to it."""
 
 
 class AllocationCounter(TorchDispatchMode):
@@ -385,8 +385,8 @@ def estimate_update(
     }
 
 
+# Group of a plan -> purpose of memory (for example "weights") -> peak bytes of a process.
 MemoryNeeds = dict[str, dict[str, int]]
-"""Group of a plan -> purpose of memory (for example "weights") -> peak bytes of a process."""
 
 
 class MemoryEstimator(ABC):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from embodied_ppo.options.placement import ALL, OFFLOADED, PHASES, WEIGHTS, Group, Plan
 
+# Devices that are offloaded from; on CPU, device and host memory are the same.
 OFFLOADED_DEVICES = {"cuda"}
-"""Devices that are offloaded from; on CPU, device and host memory are the same."""
 
 
 class Residency:
@@ -52,12 +52,12 @@ class TensorOffloader:
     references to them stay valid, but must not be read while it is offloaded.
     """
 
+    # WEIGHTS or ALL -> tensors; called at each move, as optimisers allocate at the first step.
     tensors: Callable[[int], Iterable[Tensor]]
-    """WEIGHTS or ALL -> tensors; called at each move, as optimisers allocate at the first step."""
+    # Level -> emptied storages, each with its bytes on the host.
     offloaded: dict[int, list[tuple[torch.UntypedStorage, Tensor]]] = field(default_factory=dict)
-    """Level -> emptied storages, each with its bytes on the host."""
+    # (level, index) -> host memory, pinned for storages on a GPU; reused by later moves.
     host_buffers: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """(level, index) -> host memory, pinned for storages on a GPU; reused by later moves."""
 
     @torch.no_grad()
     def move_to(self, level: int) -> int:

@@ -29,8 +29,8 @@ from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.placement import REQUESTS, Group, Plan
 from embodied_ppo.options.schema import ClusterConfig
 
+# Share of a device's bundle that a process reserves; up to 64 processes fit on a device.
 SHARE = 1 / 64
-"""Share of a device's bundle that a process reserves; up to 64 processes fit on a device."""
 CLOSE_TIMEOUT_S = 3.0  # time limit for processes to close what they hold, seconds
 
 

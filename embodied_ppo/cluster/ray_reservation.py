@@ -17,8 +17,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.placement import Plan
 
+# Time limit for connecting to a Ray cluster that is given by address, seconds.
 CONNECT_TIMEOUT_S = 10.0
-"""Time limit for connecting to a Ray cluster that is given by address, seconds."""
 START_TIMEOUT_S = 300.0  # time limit of waiting for devices and processes at the start, seconds
 HINT = "add nodes, free them, or lower cluster.num_nodes and cluster.devices_per_node"
 

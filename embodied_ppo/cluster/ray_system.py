@@ -85,21 +85,21 @@ class ClusterSystem(RunSystem):
         super().__init__(records)
         self.plan, self.options, self.notice = plan, options, notice
         self.facts: dict[str, Any] = {}  # facts for the run's summary
+        # Bytes that each ``publish`` transfers to all rollout processes together.
         self.moved_bytes = 0
-        """Bytes that each ``publish`` transfers to all rollout processes together."""
         self.training_cpu_s = 0.0  # CPU seconds of the processes' training calls since the start
         self.swap_s = 0.0  # seconds of offloading and loading since the last update
         self.wall_s = 0.0  # wall time of training since the last update, seconds
+        # Busy seconds of each device since the last update.
         self.busy_s = [0.0] * plan.hardware.total
-        """Busy seconds of each device since the last update."""
         self.residency = Residency(plan)
+        # Tag -> peak memory of the largest process, of the host or of the GPU, MiB.
         self.peak_mb: dict[str, float] = {}
-        """Tag -> peak memory of the largest process, of the host or of the GPU, MiB."""
         # Calls that run while the driver waits for others; ``_wait`` raises their errors, too.
         self._collecting: list[Pending[Any]] = []
         self._publishing: list[Pending[Any]] = []
+        # Calls that end only where a simulator exceeds its time limit.
         self._watching: list[Pending[None]] = []
-        """Calls that end only where a simulator exceeds its time limit."""
         self.processes = ClusterProcesses(plan, options, threads, notice)
         try:
             self.processes.check_files(records.checkpoints.parent.absolute())

@@ -55,20 +55,20 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 T_co = TypeVar("T_co", covariant=True)
 
+# (spec, exchange of requests, log) -> worker, and facts for the summary. It is pickled.
 BuildWorker: TypeAlias = Callable[
     [WorkerSpec, Exchange | None, Callable[[str], None]], tuple[Worker, Mapping[str, Any]]
 ]
-"""(spec, exchange of requests, log) -> worker, and facts for the summary. It is pickled."""
+# Reference to an object in Ray's store. As an argument of a call it is replaced by the object.
 StoreRef: TypeAlias = Any
-"""Reference to an object in Ray's store. As an argument of a call it is replaced by the object."""
+# Host and port.
 Address: TypeAlias = tuple[str, int]
-"""Host and port."""
 LOOPBACK = "127.0.0.1"  # address that processes listen on where all of them are on one machine
 OWN_GPU = 0  # index of the GPU of a process, which is the only one that Ray makes visible to it
+# Interval between checks that processes that are waited for are alive, seconds.
 CHECK_EVERY_S = 10.0
-"""Interval between checks that processes that are waited for are alive, seconds."""
+# Errors whose message is complete. Other errors are reported with their traceback.
 SELF_EXPLANATORY = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
-"""Errors whose message is complete. Other errors are reported with their traceback."""
 STORE_FULL = (
     "Ray's shared memory on its machine is full, and so is the disk that it moves objects to"
     " (/tmp/ray); free that disk, start Ray with more memory (--object-store-memory=BYTES), lower"
@@ -337,8 +337,8 @@ class RayWorker:
 
 
 # Each concurrency group has a thread, so both groups answer while the worker is busy.
+# ``RayWorker`` as a class of Ray actors; ``WorkerHandle`` is its typed interface.
 RayWorkerActor: Any = vars(ray)["remote"](concurrency_groups={"control": 1, "watch": 1})(RayWorker)
-"""``RayWorker`` as a class of Ray actors; ``WorkerHandle`` is its typed interface."""
 
 
 # ------------------------------------------------------------------------------------------- driver

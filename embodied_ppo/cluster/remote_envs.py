@@ -21,10 +21,10 @@ from embodied_ppo.cluster.channels import (
     serialize_state,
 )
 
+# Fields of a ``Step``, which are sent.
 FIELDS = tuple(field.name for field in fields(Step))
-"""Fields of a ``Step``, which are sent."""
+# Classes of the description of simulators that is sent.
 SPACE_TYPES: list[Any] = [EnvInfo, ArraySpec, ImageLayout, Box, Composite, Discrete]
-"""Classes of the description of simulators that is sent."""
 
 
 # ----------------------------------------------------------------------- in the simulators' process
@@ -38,8 +38,8 @@ class EnvService:
             make: (kind, seeds) -> simulators; kind is "train" or "evaluate".
         """
         self.make = make
+        # (name of the caller, its target number) -> simulators.
         self.envs: dict[tuple[str, int], VectorEnv] = {}
-        """(name of the caller, its target number) -> simulators."""
 
     def phase(self, method: str) -> str:
         """See ``RequestHandler``."""

@@ -51,8 +51,8 @@ class RobotMemoryEstimator(MemoryEstimator):
             if self.is_small:
                 _check_weights(config, replace(self.spaces, device=torch.device("meta")))
             self.policy: Any = robot_policy.make_policy(config, self.spaces, weights=False)
+        # Environments, memory of the device in GB, ``bound`` -> result of ``estimate_acting``.
         self._acting_by_rows: dict[Any, tuple[int, Any, Any]] = {}
-        """Environments, memory of the device in GB, ``bound`` -> result of ``estimate_acting``."""
 
     def estimate_memory(
         self, placed: placement.Plan, micro_batch_size: int | None = None

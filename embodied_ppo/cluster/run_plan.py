@@ -25,8 +25,8 @@ from embodied_ppo.policies.language_models import critic_config
 from embodied_ppo.ppo.language_actor import full_kl
 from embodied_ppo.rollout.environments import builds_once
 
+# Why offloaded roles are not compiled: a CUDA graph contains the addresses of its tensors.
 OFFLOADING_OBSTACLE = "processes that time-share a GPU offload their tensors"
-"""Why offloaded roles are not compiled: a CUDA graph contains the addresses of its tensors."""
 
 
 # --------------------------------------------------------------------------------------------- plan

@@ -106,8 +106,8 @@ class Worker:
     state_tensors: Callable[[], Any] | None = None
     version: int = field(default=0, init=False)
     experience: dict[int, Trajectory] = field(default_factory=dict, init=False)
+    # Update -> state of the rollout before it was collected; filled where ``one_state``.
     _positions: dict[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
-    """Update -> state of the rollout before it was collected; filled where ``one_state``."""
     _buffer: WeightBuffer | None = field(default=None, init=False)
     _exported_buffer: SharedWeightBuffer | None = field(default=None, init=False)
     _imported_buffer: tuple[Any, Tensor] | None = field(default=None, init=False)

@@ -33,28 +33,28 @@ from embodied_ppo.core.errors import PlacementError, UsageError
 from embodied_ppo.options.compose import PROGRAM
 from embodied_ppo.options.config_folders import PRIMARY
 
+# Messages of threading, torch and the dynamic loader when memory is exhausted.
 OUT_OF_MEMORY = (
     "can't start new thread",
     "can't allocate memory",
     "Cannot allocate memory",
     "failed to map segment",
 )
-"""Messages of threading, torch and the dynamic loader when memory is exhausted."""
 
 
+# Each of them has a module, whose docstring has its description and an example.
 COMMANDS = (
     *("train", "demos", "clone", "distill", "evaluate", "compare", "fork", "replay", "bisect"),
     *("verify", "plan", "watch", "play", "fit", "doctor", "export", "serve", "config"),
     *("experiments", "import-config", "import-policy", "new-task"),
 )
-"""Each of them has a module, whose docstring has its description and an example."""
+# Commands of earlier versions -> what to write instead.
 REMOVED = {
     "search": "write python scripts/examples/search_options.py, which uses Optuna",
     "tune": "write train --multirun --jobs 1 placement=local,fused (docs/placement.md)",
 }
-"""Commands of earlier versions -> what to write instead."""
+# Commands that run no simulators, which may crash or hang.
 UNSUPERVISED = ("watch", "doctor", "config", "experiments", "import-config", "new-task")
-"""Commands that run no simulators, which may crash or hang."""
 
 
 # ---------------------------------------------------------------------------------------- arguments

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from embodied_ppo.tools.play_sources import Player, Weights
 
 AGENTS = ("trained", "zero", "random")
+# Options of an evaluation that a shown run reads, besides those of section env.
 READ = ("seed", "deterministic", "temperature", "allow_changed_task", "threads")
-"""Options of an evaluation that a shown run reads, besides those of section env."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

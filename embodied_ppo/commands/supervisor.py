@@ -20,12 +20,12 @@ from embodied_envs.base import watchdog
 from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED
 
 CHECK_S = 0.5  # interval of the checks of the simulator's time limit, seconds
+# Interval of two checks above which the process group must have been stopped (Ctrl-Z), seconds.
 PAUSE_S = 5.0
-"""Interval of two checks above which the process group must have been stopped (Ctrl-Z), seconds."""
 PR_SET_PDEATHSIG = 1
 SI_KERNEL = 0x80  # origin of a signal from the terminal, which the whole process group receives
+# Whether a command that handles no signals was interrupted in this process.
 is_interrupted = False
-"""Whether a command that handles no signals was interrupted in this process."""
 SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 
 

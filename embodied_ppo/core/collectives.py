@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from embodied_envs.base import tree
 
 T = TypeVar("T")
+# Name of the method of sharded modules that calls ``function(module, *args)``.
 CALL = "gathered_call"
-"""Name of the method of sharded modules that calls ``function(module, *args)``."""
 
 
 def gathered(module: nn.Module, function: Callable[..., T], *args: Any) -> T:
@@ -42,8 +42,8 @@ class Ranks:
     """
 
     rank, world = 0, 1
+    # Whether each rank holds only its shard of every parameter (``fsdp.Sharded``).
     sharded = False
-    """Whether each rank holds only its shard of every parameter (``fsdp.Sharded``)."""
 
     def all_reduce_sum(self, x: Tensor) -> Tensor:
         """Return the sum over ranks."""

@@ -76,8 +76,8 @@ def record_graph(
     return graph, result
 
 
+# Largest state of a fused program; larger networks spend their time in matrix products.
 FUSED_BYTES = 1 << 28
-"""Largest state of a fused program; larger networks spend their time in matrix products."""
 
 
 def _is_fused(example: Example) -> bool:
@@ -129,8 +129,8 @@ class CudaGraph:
         the arguments is allocated; the first call fills it.
         """
         self.arguments = [torch.zeros_like(x) for x in example.arguments]
+        # Tensor that each argument is a copy of, and its version.
         self.last: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self.arguments)
-        """Tensor that each argument is a copy of, and its version."""
         tensors = [*example.state, *self.arguments]
         program = example.program
         if _is_fused(example):

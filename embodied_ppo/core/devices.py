@@ -16,10 +16,10 @@ from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError
 
+# Environment variable with the index of the device that MuJoCo's EGL renderer uses.
 EGL_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
-"""Environment variable with the index of the device that MuJoCo's EGL renderer uses."""
+# Value that this package wrote to ``EGL_VARIABLE``; while both are equal, processes replace it.
 DERIVED_VARIABLE = "EMBODIED_PPO_EGL_DEVICE_ID"
-"""Value that this package wrote to ``EGL_VARIABLE``; while both are equal, processes replace it."""
 
 
 def activate(device: torch.device) -> torch.device:

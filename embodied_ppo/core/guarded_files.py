@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 
 from embodied_envs.base.errors import CheckpointError, one_line, show_path
 
+# Largest size of a text file that is read at once, bytes; reports of language models have many.
 MAX_TEXT_SIZE = 1 << 26
-"""Largest size of a text file that is read at once, bytes; reports of language models have many."""
 MAX_ROWS_SIZE = 1 << 31  # largest size of metrics.jsonl, bytes
 MAX_PATH = 4095  # largest length of a path, bytes
 

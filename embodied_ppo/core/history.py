@@ -23,10 +23,10 @@ from embodied_envs.base.observation_names import SINGLE
 from embodied_envs.types import ActionSpec, ArraySpec, Box, Composite, Obs, ObsSpec, choices_of
 from embodied_ppo.core.finite import zero_rows
 
+# Observation with the actions, float32 [N, K - 1, A]; a choice among n is one-hot.
 PREVIOUS_ACTIONS = "previous_actions"
-"""Observation with the actions, float32 [N, K - 1, A]; a choice among n is one-hot."""
+# Name of the entry of a history that marks its steps since the start of the episode with 1.
 IN_EPISODE = "in_episode"
-"""Name of the entry of a history that marks its steps since the start of the episode with 1."""
 
 
 def named(obs: Obs) -> dict[str, Tensor]:

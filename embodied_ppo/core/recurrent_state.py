@@ -15,8 +15,8 @@ from torch import Tensor
 from embodied_envs.types import Obs
 
 MEMORY = "/memory"  # name of the observation that is the state before it, float32 [N, S]
+# Observation that marks first steps of episodes, bool [N]: the policy sets the state to zeros.
 START = "/start"
-"""Observation that marks first steps of episodes, bool [N]: the policy sets the state to zeros."""
 
 
 def memory_size(policy: Any) -> int:
@@ -36,10 +36,10 @@ class EpisodeMemory:
             device: Device of the policy.
         """
         self.size = memory_size(policy)  # numbers of the state, S; 0 without memory
+        # float32 [N, S], the state before the next observation.
         self.state = torch.zeros(rows, self.size, device=device)
-        """float32 [N, S], the state before the next observation."""
+        # bool [N], whether the next observation is the first of an episode.
         self.start = torch.ones(rows, dtype=torch.bool, device=device)
-        """bool [N], whether the next observation is the first of an episode."""
 
     def attach(self, obs: Obs) -> Obs:
         """Return observations [N, ..] with the state and the marks of first steps."""

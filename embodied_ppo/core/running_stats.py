@@ -66,8 +66,8 @@ def read_numbers(*scalars: Tensor) -> list[float]:
     return torch.stack([x.double() for x in scalars]).tolist()
 
 
+# Numbers of which moments are computed at a time; their float64 copies take 32 MB each.
 BLOCK = 1 << 22
-"""Numbers of which moments are computed at a time; their float64 copies take 32 MB each."""
 
 
 def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
@@ -115,8 +115,8 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 
 
 # ---------------------------------------------------------------------------------- running moments
+# A feature is constant if its standard deviation is below this and below this times its mean.
 CONSTANT = 1e-4
-"""A feature is constant if its standard deviation is below this and below this times its mean."""
 
 
 class RunningMoments(nn.Module):

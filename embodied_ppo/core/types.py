@@ -239,8 +239,8 @@ class Batch(ValueBatch):
     positive_rows: Tensor | None = None
 
 
+# Entry of ``Batch.replay``, shaped as ``action``, that ``evaluate`` adds to means (rpo_alpha).
 MEAN_SHIFT = "mean_shift"
-"""Entry of ``Batch.replay``, shaped as ``action``, that ``evaluate`` adds to means (rpo_alpha)."""
 
 
 # ------------------------------------------------------------------------------------------ metrics
@@ -267,11 +267,11 @@ class Mean:
         return float(self.sum) / count if count else float("nan")
 
 
+# Progress callback ``(task, completed, total)`` of a long operation.
 ProgressCallback: TypeAlias = Callable[[str, int, int], None]
-"""Progress callback ``(task, completed, total)`` of a long operation."""
 
+# Tag (a row of docs/metrics.md) -> a mean over samples, or a plain number that is not averaged.
 Metrics: TypeAlias = "dict[str, Mean | float]"
-"""Tag (a row of docs/metrics.md) -> a mean over samples, or a plain number that is not averaged."""
 
 
 def add_metrics(metrics: Sequence[Metrics]) -> Metrics:
@@ -383,8 +383,8 @@ class UpdateObserver(Protocol):
 class Learner(Protocol):
     """Updates the policy from trajectories: ``ppo.PPO`` or ``DistillationLearner``."""
 
+    # CPU time of this process so far in seconds, by phase.
     cpu_s: dict[str, float]
-    """CPU time of this process so far in seconds, by phase."""
 
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
         """Run the epochs of one update over a trajectory; ``update`` counts from 0."""
@@ -420,10 +420,10 @@ class PendingRow:
 class System(Protocol):
     """Rollout, learner and evaluation in some placement, as the training loop calls them."""
 
+    # Unit in which experience is counted.
     unit: Literal["env_steps", "tokens"]
-    """Unit in which experience is counted."""
+    # Experience used for learning so far, in ``unit``.
     steps: int
-    """Experience used for learning so far, in ``unit``."""
 
     def collect(self, horizon: int, *, update: int) -> tuple[Any, Metrics]:
         """Collect ``horizon`` steps in each environment.

@@ -57,8 +57,8 @@ class EpisodeImages:
         """Set the folder, its episodes, the cameras by name and the videos' frames per second."""
         self.folder, self.episodes, self.cameras, self.fps = folder, episodes, cameras, fps
         counts = [episode.count for episode in episodes]
+        # int64 [E + 1]: number of the first frame of each episode, and of all frames.
         self.starts = torch.tensor([0, *itertools.accumulate(counts)])
-        """int64 [E + 1]: number of the first frame of each episode, and of all frames."""
 
     def of_episode(self, i: int) -> dict[str, Tensor]:
         """Return camera -> images of the i-th episode, uint8 [L, H, W, 3]."""

@@ -17,8 +17,8 @@ from PIL import Image
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.data.parquet import damaged, read_table, reading, row_group_sizes
 
+# Accepted image formats. Pillow supports further ones that execute programs (EPS: Ghostscript).
 IMAGE_FORMATS = ("PNG", "JPEG", "GIF", "WEBP")
-"""Accepted image formats. Pillow supports further ones that execute programs (EPS: Ghostscript)."""
 
 
 @dataclass(frozen=True)

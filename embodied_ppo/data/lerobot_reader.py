@@ -27,11 +27,11 @@ from embodied_ppo.data.parquet import damaged, read_rows, reading
 
 VERSION = "v3.0"  # version that is written
 READABLE = (VERSION, "v2.1", "v2.0")  # versions that are read
+# Names of features; CAMERA is followed by the name of a camera.
 STATE, ACTION, CAMERA = "observation.state", "action", "observation.images."
-"""Names of features; CAMERA is followed by the name of a camera."""
 INFO = {"codebase_version": str, "features": dict, "fps": float, "data_path": str}
+# Fields of meta/info.json of all versions, and their types.
 INFO |= {"total_episodes": int}
-"""Fields of meta/info.json of all versions, and their types."""
 MAX_FPS = 100_000  # largest accepted number of frames per second
 CHUNK = 1000  # number of files in a folder chunk-000
 

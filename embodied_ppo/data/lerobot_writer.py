@@ -26,13 +26,13 @@ DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 KEYFRAMES = 10  # distance of key frames in a video; reading one frame decodes at most this many
+# Options of ffmpeg.
 LOSSLESS = ("-crf", "0", "-preset", "veryfast", "-g", str(KEYFRAMES), "-bf", "0", "-f", "mp4")
-"""Options of ffmpeg."""
 SAFE = "Complete files are kept: record again into the same folder to continue"
 INDICES = ("frame_index", "episode_index", "index", "task_index")
 
+# LeRobot's min, max, mean, std of a feature: float64 [D], of images [3, 1, 1]; count [1].
 Stats: TypeAlias = "dict[str, np.ndarray]"
-"""LeRobot's min, max, mean, std of a feature: float64 [D], of images [3, 1, 1]; count [1]."""
 
 
 class _Episode(NamedTuple):

@@ -14,36 +14,36 @@ from typing import Any, TypeAlias
 from embodied_envs.base.errors import ConfigError, choose, shorten
 from embodied_ppo.data import parquet
 
+# Keys of a row that may hold the prompt, in order of preference.
 PROMPT_KEYS = (
     *("messages", "prompt", "question", "problem", "conversations", "instruction", "input"),
     "query",
 )
-"""Keys of a row that may hold the prompt, in order of preference."""
 
 
+# Keys that may hold the answer, in order; ``reward_model`` (verl) has a key ``ground_truth``.
 ANSWER_KEYS = (
     *("reward_model", "ground_truth", "answer", "label", "completion", "output", "response"),
     "solution",
 )
-"""Keys that may hold the answer, in order; ``reward_model`` (verl) has a key ``ground_truth``."""
 
 
 UNREAD_KEYS = ("image", "images", "video", "videos", "audio", "audios")
+# Keys of a row whose contents are not read: media, which no language model of this package reads,
+# and texts before the prompt, whose layouts differ among trainers.
 UNREAD_KEYS += ("system", "history", "tools")
-"""Keys of a row whose contents are not read: media, which no language model of this package reads,
-and texts before the prompt, whose layouts differ among trainers."""
 
 
+# Role in ShareGPT's layout -> role in a chat template; other roles keep their names.
 ROLES = {"human": "user", "gpt": "assistant"}
-"""Role in ShareGPT's layout -> role in a chat template; other roles keep their names."""
 
 
+# Text that verl adds to every question of GSM8K.
 GSM8K_SUFFIX = ' Let\'s think step by step and output the final answer after "####".'
-"""Text that verl adds to every question of GSM8K."""
 
 
+# Files and directories; a mapping has the weight of the rows of each.
 Paths: TypeAlias = "str | Path | Sequence[str | Path] | Mapping[str, float]"
-"""Files and directories; a mapping has the weight of the rows of each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+# Tokens of a prompt, and of its response including the end token; neither is empty.
 Example: TypeAlias = "tuple[tuple[int, ...], tuple[int, ...]]"
-"""Tokens of a prompt, and of its response including the end token; neither is empty."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,15 @@ from embodied_ppo.policies.checkpoint_files import import_transformers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+# Character i is token i; the first three are padding, beginning and end of sequence.
 VOCABULARY = "_^$0123456789+-*=;#() ,."
-"""Character i is token i; the first three are padding, beginning and end of sequence."""
 PAD, BOS, EOS = 0, 1, 2
+# Seed of the split into training and held-out problems, the same for every run.
 SPLIT_SEED = 20240117
-"""Seed of the split into training and held-out problems, the same for every run."""
 
 Part: TypeAlias = Literal["train", "held_out"]
+# Called before each addition; returns whether its carries are forgotten.
 ForgetCarries: TypeAlias = Callable[[], bool]
-"""Called before each addition; returns whether its carries are forgotten."""
 
 
 # -------------------------------------------------------------------------------------------- tasks

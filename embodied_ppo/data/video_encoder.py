@@ -8,8 +8,8 @@ from typing import Any
 
 from embodied_envs.base.errors import ConfigError
 
+# Options of ffmpeg that leave out dates and versions.
 DETERMINISTIC = ("-fflags", "+bitexact", "-flags:v", "+bitexact", "-map_metadata", "-1")
-"""Options of ffmpeg that leave out dates and versions."""
 
 
 def import_ffmpeg(path: Path) -> Any:

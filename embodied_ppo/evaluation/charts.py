@@ -73,12 +73,12 @@ class Line:
     """Curve of a chart."""
 
     label: str
+    # SVG path data.
     path: str
-    """SVG path data."""
+    # Points, if there are few.
     dots: list[tuple[float, float]]
-    """Points, if there are few."""
+    # SVG path data of the area between the ends of its intervals.
     band: str = ""
-    """SVG path data of the area between the ends of its intervals."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 from embodied_envs.base.intervals import Z95, wilson_interval
 from embodied_ppo.evaluation import episodes
 
+# Scores of a method, [S, E].
 Scores = NDArray[np.float64]
-"""Scores of a method, [S, E]."""
 
 REPLICATES = 2000  # replicates of a bootstrap
 
@@ -61,11 +61,11 @@ class ScoreDifference:
 class _Variance:
     """Parts of the variance of a difference, each with its degrees of freedom."""
 
+    # Variance of the mean of each method's run means; 0 for a method with one run.
     seeds: tuple[float, ...]
-    """Variance of the mean of each method's run means; 0 for a method with one run."""
     seed_freedom: tuple[int, ...]
+    # Variance due to the initial states, without the residual, which ``seeds`` contains.
     episodes: float
-    """Variance due to the initial states, without the residual, which ``seeds`` contains."""
     episode_freedom: int
 
     @property
@@ -243,8 +243,8 @@ def median_curve(
 # Agarwal et al. 2021, "Deep Reinforcement Learning at the Edge of the Statistical Precipice", with
 # the normalised scores of the runs of each task. The bootstrap is stratified: it resamples the runs
 # within each task, because tasks are fixed and runs are random. Methods are independent.
+# Normalised scores of a method's runs in each task, M arrays [S_m].
 Runs: TypeAlias = Sequence[NDArray[np.float64]]
-"""Normalised scores of a method's runs in each task, M arrays [S_m]."""
 
 
 def _resampled(runs: Runs, seed: int) -> list[NDArray[np.float64]]:

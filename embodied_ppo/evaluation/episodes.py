@@ -28,22 +28,22 @@ from embodied_ppo.core.types import Mean, Metrics, Policy
 from embodied_ppo.evaluation.step_numbers import StepNumbers
 from embodied_ppo.rollout.divergence import describe
 
+# Simulator seeds of evaluations are in [EVAL_SEED_BASE, 2**31); those of training are smaller.
 EVAL_SEED_BASE = TRAINING_SEEDS
-"""Simulator seeds of evaluations are in [EVAL_SEED_BASE, 2**31); those of training are smaller."""
 
+# Simulator seeds of one value of option seed; two values share no episode.
 EPISODES_PER_SEED = 1 << 16
-"""Simulator seeds of one value of option seed; two values share no episode."""
 
+# Largest value of option seed; simulators take seeds of 31 bits.
 LARGEST_SEED = (2**31 - EVAL_SEED_BASE) // EPISODES_PER_SEED - 1
-"""Largest value of option seed; simulators take seeds of 31 bits."""
 
+# Rows of one policy call. The last bits of a matrix product depend on the number of rows, and a
+# sampled action on the row's index. Therefore episode i is always row i % GROUP of a call with
+# GROUP rows, and num_envs changes no result.
 GROUP = 16
-"""Rows of one policy call. The last bits of a matrix product depend on the number of rows, and a
-sampled action on the row's index. Therefore episode i is always row i % GROUP of a call with GROUP
-rows, and num_envs changes no result."""
 
+# Limit of steps for a task without max_episode_steps; a longer episode is an error.
 MAX_STEPS = 20_000
-"""Limit of steps for a task without max_episode_steps; a longer episode is an error."""
 
 
 # ------------------------------------------------------------------------------------------- result
@@ -70,14 +70,14 @@ class Episode:
     success: bool | None
     ended: Literal["terminated", "truncated"]
     kind: str | None = None
+    # Success in the last step; ``success`` is that of any step.
     success_at_end: bool | None = None
-    """Success in the last step; ``success`` is that of any step."""
+    # Sentence of the first observation; None if the task has none.
     sentence: str | None = None
-    """Sentence of the first observation; None if the task has none."""
+    # Name -> mean over the steps of a number of the simulator (``Step.info``).
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Name -> mean over the steps of a number of the simulator (``Step.info``)."""
+    # Command -> each of its values with the mean error and the number of steps.
     tracking: Mapping[str, Sequence[tuple[float, float, int]]] = field(default_factory=dict)
-    """Command -> each of its values with the mean error and the number of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +88,10 @@ class EvaluationResult:
     seed: int
     deterministic: bool
     episodes: tuple[Episode, ...]
+    # Temperature of sampled actions; None: the policy's default.
     temperature: float | None = None
-    """Temperature of sampled actions; None: the policy's default."""
+    # Episodes that are not in ``episodes``, because a number of the simulator was not finite.
     diverged: int = 0
-    """Episodes that are not in ``episodes``, because a number of the simulator was not finite."""
 
     @property
     def returns(self) -> list[float]:

@@ -25,6 +25,7 @@ from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
 
 FORMAT = 1  # version of paired.json
 
+# Name -> option of section env and its entries, in m, rad and factors as in ``tabletop_bench``.
 PERTURBATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "wording": ("kwargs", {"split": "unseen_wording"}),
     "camera": ("ranges", {"camera_position": [-0.03, 0.03], "camera_angle": [-0.03, 0.03]}),
@@ -32,7 +33,6 @@ PERTURBATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "distractor": ("kwargs", {"distractors": True}),
     "position": ("kwargs", {"jitter": 2.0}),
 }
-"""Name -> option of section env and its entries, in m, rad and factors as in ``tabletop_bench``."""
 
 SEEN = ("camera", "light", "distractor")  # perturbations that only a policy with cameras observes
 

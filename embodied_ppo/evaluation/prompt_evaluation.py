@@ -27,14 +27,14 @@ EVALUATION_SAMPLES = 1 << 40  # first sample number of evaluations; those of tra
 class Answer:
     """A graded response to one prompt."""
 
+    # Index of the prompt in the evaluation's prompts.
     prompt: int
-    """Index of the prompt in the evaluation's prompts."""
     text: str
     tokens: Sequence[int]
+    # Log-probability of each token, of the sampling distribution.
     log_prob: Sequence[float]
-    """Log-probability of each token, of the sampling distribution."""
+    # Whether the response ended before the limit of tokens.
     stopped: bool
-    """Whether the response ended before the limit of tokens."""
     grade: Grade
 
     @property

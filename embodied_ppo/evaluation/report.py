@@ -38,14 +38,15 @@ FORMAT = 1  # version of report.json; it changes when a field changes its meanin
 
 EPISODES_SHOWN = 500  # number of rows of the page's table of episodes; report.json has all episodes
 
+# Ranges of equal width of the values of a command, in each of which its error is reported.
 COMMAND_RANGES = 8
-"""Ranges of equal width of the values of a command, in each of which its error is reported."""
 
 SAMPLE_SHOWN = 600  # characters of a sample's text on the page; report.json has the complete text
 
+# env_steps for a robot policy, tokens for a language model, whose episodes are responses.
 Unit: TypeAlias = Literal["env_steps", "tokens"]
-"""env_steps for a robot policy, tokens for a language model, whose episodes are responses."""
 
+# Tags of metrics.jsonl in each chart of the page. Absent tags are left out.
 CURVES: tuple[tuple[str, ...], ...] = (
     ("rollout/return", "eval/return"),
     ("rollout/success", "eval/success", "eval/accuracy"),
@@ -56,7 +57,6 @@ CURVES: tuple[tuple[str, ...], ...] = (
     ("kl/to_reference",),
     ("value/explained_variance",),
 )
-"""Tags of metrics.jsonl in each chart of the page. Absent tags are left out."""
 
 
 # ------------------------------------------------------------------------------------------- report

@@ -46,19 +46,20 @@ LEAST_SUCCESS = 0.5  # success rate in the nominal environment below which a pol
 DEFAULT_EPISODES = 20  # episodes at each value, where robustness_episodes is null
 
 SLOW_TO_CREATE = ("torch", "mjlab", "libero", "warp", "maniskill", "simpler", "robocasa")
+# Simulators that are not created to find out what they accept: they take long, or start once.
 SLOW_TO_CREATE += ("robotwin", "calvin")
-"""Simulators that are not created to find out what they accept: they take long, or start once."""
 
+# ``environments.make_env`` with all arguments except the seeds.
 Factory: TypeAlias = functools.partial[VectorEnv]
-"""``environments.make_env`` with all arguments except the seeds."""
 
+# Evaluates a policy in a changed environment, see ``RobustnessSweep.measure``.
 EvaluateChanged: TypeAlias = Callable[[bool, Factory, int, Callable[[Any], None]], EvaluationResult]
-"""Evaluates a policy in a changed environment, see ``RobustnessSweep.measure``."""
 
 
 # ------------------------------------------------------------------------------------------- values
+# Properties that ranges of the domain randomisation set; options of realism set the others.
 RANGES = ("mass", "friction", "motor_strength")
-"""Properties that ranges of the domain randomisation set; options of realism set the others."""
+# Property of the environment -> unit and standard values: factors, or what 0 switches off.
 PROPERTIES: dict[str, tuple[str, tuple[float, ...]]] = {
     "mass": ("factor", (0.5, 0.7, 0.85, 1, 1.2, 1.5, 2)),
     "friction": ("factor", (0.25, 0.5, 0.75, 1, 1.5, 2)),
@@ -69,7 +70,6 @@ PROPERTIES: dict[str, tuple[str, tuple[float, ...]]] = {
     "obs_dropout": ("probability", (0, 0.1, 0.2, 0.4, 0.6)),
     "push_velocity": ("m/s", (0, 0.25, 0.5, 1, 1.5, 2)),
 }
-"""Property of the environment -> unit and standard values: factors, or what 0 switches off."""
 
 
 @dataclass(frozen=True, slots=True)

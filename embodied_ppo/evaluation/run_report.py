@@ -14,11 +14,11 @@ from embodied_ppo.options.schema import Config, EvaluateConfig, EvaluationConfig
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.run_directory import versions
 
+# Kind of file -> path of a file of a report; None: not written.
 ReportFiles = dict[str, str | None]
-"""Kind of file -> path of a file of a report; None: not written."""
 
+# ``(result of an evaluation, checkpoint, folder)`` -> files of the report.
 ReportWriter = Callable[[Any, checkpoint.Checkpoint, Path], ReportFiles]
-"""``(result of an evaluation, checkpoint, folder)`` -> files of the report."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ class StepNumbers:
         """Start without numbers."""
         self.n = n
         self._sums: dict[str, Tensor] = {}  # name -> sum and count of its values, [2, N]
+        # Command -> value, error, and whether it counts, [3, N] in each step.
         self._commands: dict[str, list[Tensor]] = {}
-        """Command -> value, error, and whether it counts, [3, N] in each step."""
 
     def add(self, step: Step, counted: Tensor) -> None:
         """Add the numbers [N, ..] of a step where bool [N]; those of all environments are none."""

@@ -35,19 +35,19 @@ from embodied_ppo.policies.vla.vla_policy import VLA
 BETAS = (0.9, 0.99)
 GRAD_NORM = 1.0
 HELD_OUT = 0.05  # share of the episodes that is held out
+# Times of the states that every frame predicts, as fractions of the demonstration.
 FUTURE = (0.25, 0.5, 0.75, 1.0)
-"""Times of the states that every frame predicts, as fractions of the demonstration."""
+# Share of words masked in the auxiliary loss, as words unseen in training are at test time.
 MASKED_WORDS = 0.2
-"""Share of words masked in the auxiliary loss, as words unseen in training are at test time."""
+# Name of the phase that minimises the auxiliary loss alone, in the log and in progress bars.
 AUXILIARY_PHASE = "auxiliary loss"
-"""Name of the phase that minimises the auxiliary loss alone, in the log and in progress bars."""
+# Largest absolute value of a plausible action in the unit of ``VLAPolicy.scaled_actions``.
 MAX_SCALED_ACTION = 10.0
-"""Largest absolute value of a plausible action in the unit of ``VLAPolicy.scaled_actions``."""
 MAX_OUTSIDE = 0.01  # largest share of demonstrated actions with a number beyond MAX_SCALED_ACTION
+# Episodes on disk whose images give the standard deviation of the change of colours.
 SAMPLED_EPISODES = 32
-"""Episodes on disk whose images give the standard deviation of the change of colours."""
+# Frames int64 [B], and camera -> their images, uint8 [B, H, W, 3].
 Batch: TypeAlias = "tuple[Tensor, dict[str, Tensor]]"
-"""Frames int64 [B], and camera -> their images, uint8 [B, H, W, 3]."""
 MIN_STD = 1e-3  # lower bound of the standard deviation by which a target is divided
 
 

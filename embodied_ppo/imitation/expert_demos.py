@@ -30,8 +30,8 @@ from embodied_ppo.rollout.environments import make_env
 from embodied_ppo.training.progress import Interrupts, Progress
 
 RECORDERS = 64  # number of environments that record in parallel
+# File of a recording: the options it was requested with, besides those in LeRobot's own files.
 REQUEST = "meta/embodied_ppo.json"
-"""File of a recording: the options it was requested with, besides those in LeRobot's own files."""
 
 
 def demonstrations(

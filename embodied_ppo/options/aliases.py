@@ -14,11 +14,11 @@ import yaml
 _TABLES: dict[str, Any] = yaml.safe_load(
     Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 )
+# Section -> alias -> canonical names. An alias is accepted wherever its canonical name is.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
     section: {alias: tuple(names.split()) for alias, names in table.items()}
     for section, table in _TABLES["aliases"].items()
 }
-"""Section -> alias -> canonical names. An alias is accepted wherever its canonical name is."""
 VALUE_ALIASES: dict[str, dict[str, str]] = _TABLES["values"]
 # Options of other trainers that have no meaning here: path -> reason and hint.
 REFUSED: dict[str, str] = dict.fromkeys(
@@ -26,5 +26,5 @@ REFUSED: dict[str, str] = dict.fromkeys(
     "training on filtered samples would learn from another distribution than the one sampled; for"
     " evaluation, embodied-ppo evaluate has top_k and top_p",
 )
+# Names of CleanRL, rsl_rl and TRL, in any section -> the option that messages name.
 SIMILAR: dict[str, str] = _TABLES["similar"]
-"""Names of CleanRL, rsl_rl and TRL, in any section -> the option that messages name."""

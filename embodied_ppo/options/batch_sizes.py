@@ -10,8 +10,8 @@ from typing import Literal
 from embodied_ppo.options.schema import Config
 
 DISTILLATION_EPOCHS = 4  # number of passes of ``distill`` over one rollout
+# Largest number of samples of one optimiser step of ``distill``, unless a column is longer.
 DISTILLATION_BATCH = 256
-"""Largest number of samples of one optimiser step of ``distill``, unless a column is longer."""
 
 
 @dataclass(frozen=True)

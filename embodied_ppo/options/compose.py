@@ -25,12 +25,12 @@ if TYPE_CHECKING:  # hydra and torch are imported inside the functions: --help a
 PROGRAM = "embodied-ppo"
 FLAGS = "command line"  # label of the layer of options that were given as arguments
 CALL = "Python call"  # the same of options that were given to a function of the Python API
+# Labels of the options that were given to a command or function, and not in a file.
 GIVEN = (FLAGS, CALL)
-"""Labels of the options that were given to a command or function, and not in a file."""
+# Commands that continue a run of theirs with the run's options (resume=RUN).
 RESUMABLE = ("train", "distill")
-"""Commands that continue a run of theirs with the run's options (resume=RUN)."""
+# Options of the section env that demos reads.
 DEMOS_ENV = ("id", "kwargs", "cameras", "image_size", "randomize", "num_threads")
-"""Options of the section env that demos reads."""
 
 
 def prepare(

@@ -18,8 +18,8 @@ if TYPE_CHECKING:  # hydra is imported inside the functions: --help answers at o
     from hydra.core.override_parser.types import Override
 
 PACKAGE = "embodied_ppo.configs"
+# Commands with a primary config of their name; the others read train's.
 PRIMARY = ("train", "demos", "clone", "distill", "evaluate", "export")
-"""Commands with a primary config of their name; the others read train's."""
 
 
 @dataclass(frozen=True)

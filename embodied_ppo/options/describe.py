@@ -18,8 +18,8 @@ from embodied_ppo.options.aliases import ALIASES, SIMILAR
 from embodied_ppo.options.readers import mode_of
 from embodied_ppo.options.schema import Config
 
+# Option of ROLL: true sets clip_ratio_c = 1 + 2 x clip_ratio_high, false sets it to null.
 DUAL_CLIP = "algorithm.dual_clip_loss"
-"""Option of ROLL: true sets clip_ratio_c = 1 + 2 x clip_ratio_high, false sets it to null."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class Option:
     type: str
     limit: str
     default: Any
+    # The resolved annotation of the field.
     hint: Any
-    """The resolved annotation of the field."""
 
     @property
     def allowed(self) -> str:

@@ -44,12 +44,12 @@ from embodied_ppo.options.validation import check
 
 C = TypeVar("C")
 Path = tuple[str, ...]
+# Prefixes of the labels of layers that the user did not write.
 SHIPPED, STORED = "configs/", "the run's config.yaml"
-"""Prefixes of the labels of layers that the user did not write."""
 MAX_YAML_SIZE = 1 << 18  # largest size of a run's config.yaml, bytes; usual are a few thousand
 DUAL_CLIP_VALUE = "1 + 2 x clip_ratio_high"  # value of clip_ratio_c until all layers are merged
+# What PyYAML raises besides its own, for 2000-99-99, !!bool x, a deeply nested list and others.
 YAML_FAULTS = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RecursionError)
-"""What PyYAML raises besides its own, for 2000-99-99, !!bool x, a deeply nested list and others."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -58,12 +58,12 @@ class Loaded(Generic[C]):
     """A config and the origin of its options."""
 
     config: C
+    # Canonical path of every option that was set -> label of the layer that set it.
     origin: dict[str, str]
-    """Canonical path of every option that was set -> label of the layer that set it."""
+    # Pairs (name as written, canonical name), each once.
     aliases: tuple[tuple[str, str], ...]
-    """Pairs (name as written, canonical name), each once."""
+    # Options that are still ``???``; the config has their defaults.
     missing: frozenset[str] = frozenset()
-    """Options that are still ``???``; the config has their defaults."""
 
     def deliberate(self, always: Collection[str] = ()) -> frozenset[str]:
         """Return the options that must be read, because the user set them on purpose.

@@ -42,11 +42,11 @@ class OpenPIConfig:
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+# Name of a configuration -> its values.
 CONFIGS = {
     name: OpenPIConfig(**entry | {"delta": tuple(entry.get("delta", ()))})
     for name, entry in _TABLE.items()
 }
-"""Name of a configuration -> its values."""
 
 
 def family(name: str) -> str:

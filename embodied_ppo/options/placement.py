@@ -16,12 +16,13 @@ from typing import Any
 from embodied_envs.base.errors import choose, show
 from embodied_ppo.core.errors import PlacementError
 
+# Mode -> roles. In embodied mode the actor holds the critic, a head, and the reference.
 ROLES: dict[str, tuple[str, ...]] = {
     "embodied": ("env", "rollout", "actor"),
     "reasoning": ("rollout", "actor", "critic", "reference", "reward"),
 }
-"""Mode -> roles. In embodied mode the actor holds the critic, a head, and the reference."""
 
+# placement=NAME -> its component placement, without roles that a run lacks. local: without Ray.
 PRESETS: dict[str, dict[str, str]] = {
     "fused": {"env,rollout,actor,critic,reference,reward": "all"},
     "colocated": {"env": "all", "rollout,reward": "all", "actor,reference": "all", "critic": "all"},
@@ -29,22 +30,22 @@ PRESETS: dict[str, dict[str, str]] = {
     "hybrid": {"env": "first half", "rollout,actor": "second half"},
     "pipelined": {"env": "first half", "rollout": "second half", "actor": "all"},
 }
-"""placement=NAME -> its component placement, without roles that a run lacks. local: without Ray."""
 
 PATH = "cluster.component_placement"
+# Maximum number of processes on one device; a larger number is refused as a typing error.
 MAX_PROCESSES_PER_DEVICE = 1024
-"""Maximum number of processes on one device; a larger number is refused as a typing error."""
 MAX_DEVICES = 16384  # maximum number of devices of all machines
 
+# Role -> roles that it sends requests to: calls within a process, messages between processes.
 REQUESTS: dict[str, tuple[str, ...]] = {
     "rollout": ("env", "reward"),
     "actor": ("critic", "reference"),
 }
-"""Role -> roles that it sends requests to: calls within a process, messages between processes."""
 
+# What a process has on its device: nothing; the weights; also optimiser state and gradients.
 OFFLOADED, WEIGHTS, ALL = 0, 1, 2
-"""What a process has on its device: nothing; the weights; also optimiser state and gradients."""
 
+# Phase -> what each role needs on its device. The other roles may be offloaded.
 PHASES: dict[str, dict[str, int]] = {
     "collect": {"env": ALL, "rollout": ALL, "reward": ALL},
     "update": {"actor": ALL, "critic": ALL, "reference": ALL},
@@ -52,7 +53,6 @@ PHASES: dict[str, dict[str, int]] = {
     "evaluate": {"env": ALL, "rollout": ALL, "reward": ALL},
     "save": {"actor": ALL, "critic": ALL, "reference": ALL, "rollout": WEIGHTS, "env": ALL},
 }
-"""Phase -> what each role needs on its device. The other roles may be offloaded."""
 
 
 @dataclass(frozen=True)

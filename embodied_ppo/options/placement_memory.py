@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.placement import ALL, OFFLOADED, PHASES, WEIGHTS, Plan
 
+# Purpose (weights, gradients, optimiser, ...) -> peak memory of one process, bytes.
 Need = Mapping[str, int]
-"""Purpose (weights, gradients, optimiser, ...) -> peak memory of one process, bytes."""
+# Memory of the CUDA context of one process, bytes (estimated, not measured).
 CUDA_CONTEXT = 500_000_000
-"""Memory of the CUDA context of one process, bytes (estimated, not measured)."""
+# Share of a device's memory to plan with; driver, allocator and other programs use the rest.
 USABLE_MEMORY = 0.92
-"""Share of a device's memory to plan with; driver, allocator and other programs use the rest."""
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
     return list(largest.values())
 
 
+# Purpose that needs most memory -> what reduces it.
 MEMORY_HINTS = {
     "activations": "lower algorithm.micro_batch_size",
     "experience": "lower algorithm.horizon or env.num_envs, or use more devices",
     "cache": "lower algorithm.rollout_micro_batch_size",
     "weights": "use a smaller model, cluster.shard=true, or devices for each role",
 }
-"""Purpose that needs most memory -> what reduces it."""
+# What reduces gradients and the state of the optimiser.
 STATE_HINT = "train adapters (lora_rank), or write cluster.shard=true"
-"""What reduces gradients and the state of the optimiser."""
 
 
 def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:

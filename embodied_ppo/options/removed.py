@@ -45,8 +45,8 @@ def _read() -> dict[str, Removed]:
     return {path: Removed(**entry) for path, entry in entries}
 
 
+# Options that were removed after runs were written with them, by path.
 REMOVED = _read()
-"""Options that were removed after runs were written with them, by path."""
 
 
 def without_removed(options: Mapping[str, Any], label: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from embodied_ppo.options.schema import AlgorithmConfig, Config
 
+# Name of the group of the intrinsic reward, the last one (``ppo/curiosity.py``).
 CURIOSITY = "curiosity"
-"""Name of the group of the intrinsic reward, the last one (``ppo/curiosity.py``)."""
 
 
 @dataclass(frozen=True)

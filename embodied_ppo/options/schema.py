@@ -480,8 +480,8 @@ FIXED_LAMBDA = ReadIf(
     lambda c: None in (c.algorithm.gae_lambda_value, c.algorithm.length_adaptive_alpha),
 )
 SUM_NORM = "seq-mean-token-sum-norm"
+# A language model has a critic with GAE only, a robot policy always has a value head.
 CRITIC_MODEL = replace(GAE, mode="reasoning")
-"""A language model has a critic with GAE only, a robot policy always has a value head."""
 ENTROPY = ReadIf(
     "model.flow_noise=learned, as flow_noise=sde has an entropy that nothing can change",
     lambda c: c.model.policy != "flow" or c.model.flow_noise == "learned",
@@ -1327,5 +1327,5 @@ class DemosConfig:
     """Environment: id, kwargs, cameras, image_size, randomize and num_threads are read."""
 
 
+# Commands with options of their own; the others read those of train.
 OWN_OPTIONS = {"evaluate": EvaluateConfig, "demos": DemosConfig, "export": ExportConfig}
-"""Commands with options of their own; the others read those of train."""

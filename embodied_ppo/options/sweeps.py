@@ -19,11 +19,11 @@ from embodied_ppo.options.loader import Loaded
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
+# Folder of the sweeps; a sweep whose jobs have the same name is in SWEEPS/NAME.
 SWEEPS = "runs/sweeps/"
-"""Folder of the sweeps; a sweep whose jobs have the same name is in SWEEPS/NAME."""
 READ = ("hydra.sweep.dir", "hydra.sweeper.params")  # options of Hydra that a sweep reads
+# Largest number of values of one option, and of runs of a sweep, that are listed.
 MAX_SWEEP = 10_000
-"""Largest number of values of one option, and of runs of a sweep, that are listed."""
 MAX_FOLDER_NAME = 120  # maximum length of the name of a job's folder, characters
 
 

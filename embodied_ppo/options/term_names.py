@@ -12,8 +12,8 @@ import embodied_envs
 from embodied_envs.base.errors import EnvError, choose
 from embodied_ppo.options.schema import EnvConfig
 
+# Statements of a class whose names are known without executing it.
 PLAIN = (ast.FunctionDef, ast.Assign, ast.AnnAssign, ast.Expr, ast.Pass)
-"""Statements of a class whose names are known without executing it."""
 
 
 def check(env: EnvConfig, copies: Collection[Path] = ()) -> None:

@@ -32,15 +32,15 @@ from embodied_ppo.options.schema import (
     RobustnessFactor,
 )
 
+# Values that switch an option off (0 is False); options that are not read may have them.
 UNSET = (None, False)
-"""Values that switch an option off (0 is False); options that are not read may have them."""
 READ_BY_DISTILL = ("horizon", "micro_batch_size", "rollout_micro_batch_size", "max_grad_norm")
+# Options of section algorithm that ``distill`` reads; reward_type sets the value head's size.
 READ_BY_DISTILL += ("adam_betas", "adam_eps", "weight_decay", "group_size", "reward_type")
-"""Options of section algorithm that ``distill`` reads; reward_type sets the value head's size."""
+# Values of option device.
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
-"""Values of option device."""
+# Options of commands that must name a folder -> an example.
 FOLDERS = {"checkpoint": "runs/NAME/DATE-SEED", "out": "my-folder"}
-"""Options of commands that must name a folder -> an example."""
 
 
 def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[str] = ()) -> None:

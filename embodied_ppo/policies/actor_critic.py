@@ -50,10 +50,10 @@ from embodied_ppo.policies.composite_actions import CompositeActions
 from embodied_ppo.policies.popart import TASK_INPUT, PopArt
 from embodied_ppo.policies.recurrent import RecurrentLayer
 
+# Name of the model inputs that only the critic reads, a dictionary like that of the actor's.
 CRITIC = "/critic"
-"""Name of the model inputs that only the critic reads, a dictionary like that of the actor's."""
+# Gain of a new policy head: actions hardly depend on observations (Andrychowicz et al. 2020).
 POLICY_GAIN = 0.01
-"""Gain of a new policy head: actions hardly depend on observations (Andrychowicz et al. 2020)."""
 
 
 class ActorCritic(nn.Module):
@@ -103,8 +103,8 @@ class ActorCritic(nn.Module):
         self.chunk, self.values = chunk, values
         self.kind = _distribution(config, action_spec)
         self.is_beta = config.distribution == "beta"
+        # Distribution of the numbers of an action.
         self.family = dist.NUMBERS.get(config.distribution, dist.NUMBERS["auto"])
-        """Distribution of the numbers of an action."""
         self.state_dependent_std = bool(config.state_dependent_std)
         self.uses_softplus = config.state_dependent_std == "softplus"
         self.max_log_std = config.max_log_std

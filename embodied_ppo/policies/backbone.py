@@ -20,8 +20,8 @@ from embodied_ppo.policies.initialization import orthogonal_
 
 Layer = TypeVar("Layer", nn.Linear, nn.Conv2d)
 ACTIVATIONS = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU, "gelu": nn.GELU}
+# Input that joins all observations except images, flattened. No image's name has a slash.
 VECTOR = "/vector"
-"""Input that joins all observations except images, flattened. No image's name has a slash."""
 
 
 OWN_MEMORY = "memory"  # name of the recurrent layer's output among the inputs of the user's network
@@ -157,8 +157,8 @@ def _init(layer: Layer, gain: float) -> Layer:
     return layer
 
 
+# Gain of the orthogonal initialisation of hidden layers.
 HIDDEN_GAIN = math.sqrt(2.0)
-"""Gain of the orthogonal initialisation of hidden layers."""
 
 
 def _convolution(into: int, out: int, kernel: int, stride: int) -> nn.Conv2d:
@@ -183,8 +183,8 @@ class Pixels(nn.Module):
 class NatureCNN(nn.Module):
     """Convolutions of Mnih et al. 2015: uint8 [B, C, H, W] -> float32 [B, features]."""
 
+    # Smallest height and width of an image, pixels.
     SMALLEST = 36
-    """Smallest height and width of an image, pixels."""
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
         super().__init__()
@@ -210,8 +210,8 @@ class SpatialSoftmaxCNN(nn.Module):
     """
 
     MAPS = 32
+    # Smallest height and width of an image, pixels.
     SMALLEST = 16
-    """Smallest height and width of an image, pixels."""
 
     def __init__(self, shape: tuple[int, int, int]) -> None:
         super().__init__()

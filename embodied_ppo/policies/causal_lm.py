@@ -27,18 +27,17 @@ from embodied_ppo.policies.initialization import replace_meta_tensors
 from embodied_ppo.policies.lora import Adapted
 from embodied_ppo.policies.token_statistics import Head, TokenStatistics
 
+# Largest float32 logits computed at once; larger ones in chunks, see ``token_statistics``.
 LOGIT_BYTES = 64 << 20
-"""Largest float32 logits computed at once; larger ones in chunks, see ``token_statistics``."""
 CUDA_LOGIT_BYTES = 1 << 30  # largest size of the float32 logits of a chunk on a GPU
+# Largest difference from transformers' logits, as a share of the largest: float32, half precision.
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.05
-"""Largest difference from transformers' logits, as a share of the largest: float32, half
-precision."""
 
+# Hint of a refused model.
 SUPPORTED = (
     "take Llama, SmolLM, Mistral, Qwen 2 or 3 (also with experts), Gemma 1 to 3, Phi 3 or 4,"
     " Granite, OLMo 2 or 3, or GLM 4"
 )
-"""Hint of a refused model."""
 
 
 # ------------------------------------------------------------------------------------------- policy
@@ -114,10 +113,10 @@ class LanguagePolicy(InferenceModule, Adapted):
         self.temperature, self.compute = temperature, compute
         self.decoder = ModuleReference(Decoder(self.model.model))
         self.softcap: float | None = getattr(self.model.config, "final_logit_softcapping", None)
+        # Divisor of the head's logits (Granite).
         self.divisor = float(getattr(self.model.config, "logits_scaling", 1.0))
-        """Divisor of the head's logits (Granite)."""
+        # Size of the float32 logits of a chunk; None: use ``logit_bytes`` of the device.
         self.logit_bytes: int | None = None
-        """Size of the float32 logits of a chunk; None: use ``logit_bytes`` of the device."""
 
     def units(self) -> list[nn.Module]:
         """Return the layers, see ``Policy.units``."""

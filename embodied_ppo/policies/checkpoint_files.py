@@ -15,11 +15,11 @@ from torch import Tensor
 from embodied_envs.base.errors import ConfigError, one_line, shorten, show
 from embodied_ppo.core import guarded_files
 
+# Arguments of ``from_pretrained``: never download files or run code of a checkpoint.
 LOCAL: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-"""Arguments of ``from_pretrained``: never download files or run code of a checkpoint."""
+# The same for weights: safetensors, or without them files of ``torch.save`` (``.bin``), of which
+# tensors and plain values are read; a pickle that would run code is refused.
 LOCAL_WEIGHTS = LOCAL | {"weights_only": True}
-"""The same for weights: safetensors, or without them files of ``torch.save`` (``.bin``), of which
-tensors and plain values are read; a pickle that would run code is refused."""
 
 
 @contextlib.contextmanager

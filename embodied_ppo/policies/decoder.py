@@ -29,12 +29,12 @@ from embodied_ppo.policies.lora import project
 from embodied_ppo.policies.prefix_tree import PrefixTree, prefix_tree
 
 M = TypeVar("M")
+# (layer, query [B, heads, Q, d], key and value [B, groups, L, d]) -> [B, heads, Q, d].
 Attend: TypeAlias = "Callable[[int, Tensor, Tensor, Tensor], Tensor]"
-"""(layer, query [B, heads, Q, d], key and value [B, groups, L, d]) -> [B, heads, Q, d]."""
+# cos and sin of rotary positions, [1 or B, L, d].
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"
-"""cos and sin of rotary positions, [1 or B, L, d]."""
+# Largest queries x keys of a row for which compiled attention is of elementary operations.
 ELEMENTARY_LIMIT = 1024
-"""Largest queries x keys of a row for which compiled attention is of elementary operations."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ class Attention:
         return visible if self.window is None else visible & (query - key < self.window)
 
 
+# Values of transformers' ``model_type`` whose rotary embedding rotates neighbours (2i, 2i + 1).
 INTERLEAVED = ("glm", "glm4", "helium", "ernie4_5")
-"""Values of transformers' ``model_type`` whose rotary embedding rotates neighbours (2i, 2i + 1)."""
+# Kinds of attention, entries of transformers' ``layer_types``; None: there is one kind.
 KINDS = (None, "full_attention", "sliding_attention")
-"""Kinds of attention, entries of transformers' ``layer_types``; None: there is one kind."""
 
 
 @dataclass(frozen=True)
@@ -186,8 +186,8 @@ class Decoder(InferenceModule):
         self.groups = [block.groups for block in self.blocks]  # number of key heads of each layer
         self.head_dim = self.blocks[0].head_dim
         self.embedding_scale = float(getattr(base, "embedding_multiplier", 1.0))  # Granite
+        # Whether activations are recomputed backward: less memory, a third more time.
         self.recompute = False
-        """Whether activations are recomputed backward: less memory, a third more time."""
 
     @property
     def layers(self) -> Any:

@@ -16,12 +16,12 @@ from torch.nn import functional as F
 
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 HALF_LOG_2PI_E = HALF_LOG_2PI + 0.5
+# Distance that the number of a beta distribution keeps from 0 and 1, where log p is infinite.
 BETA_MARGIN = 1e-6
-"""Distance that the number of a beta distribution keeps from 0 and 1, where log p is infinite."""
+# Proposals of a gamma number in ``beta_sample``. Each is rejected with p <= 0.049 (shape 1).
 CANDIDATES = 4
-"""Proposals of a gamma number in ``beta_sample``. Each is rejected with p <= 0.049 (shape 1)."""
+# Logit of a choice that is not possible: its probability is exactly 0, and p log p is not NaN.
 IMPOSSIBLE = -1e9
-"""Logit of a choice that is not possible: its probability is exactly 0, and p log p is not NaN."""
 
 
 def largest_log_std(bound: float | tuple[float, ...], progress: float = 0.0) -> float:
@@ -190,8 +190,8 @@ class Numbers(NamedTuple):
 
     noise: Callable[..., Tensor]
     sample: Callable[[Tensor, Tensor, Tensor], Tensor]
+    # The action without noise.
     mode: Callable[[Tensor, Tensor], Tensor]
-    """The action without noise."""
     log_prob: Callable[[Tensor, Tensor, Tensor], Tensor]
     entropy: Callable[[Tensor, Tensor], Tensor]
     kl: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -206,8 +206,8 @@ _GAUSSIAN = Numbers(
     *(gaussian_entropy, gaussian_kl),
 )
 _BETA = Numbers(beta_noise, beta_sample, beta_mean, beta_log_prob, beta_entropy, beta_kl)
+# Value of ``model.distribution`` -> distribution of numbers, before the tanh if it has one.
 NUMBERS = dict.fromkeys(("auto", "gaussian", "squashed_gaussian"), _GAUSSIAN) | {"beta": _BETA}
-"""Value of ``model.distribution`` -> distribution of numbers, before the tanh if it has one."""
 
 
 def categorical_noise(

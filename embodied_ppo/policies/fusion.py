@@ -24,8 +24,8 @@ from embodied_envs.base.compilation import compile_function, is_compilation_disa
 P = ParamSpec("P")
 R = TypeVar("R")
 DEVICES = ("cuda",)  # types of devices whose tensors are passed to compiled code
+# Function -> its compiled code.
 _compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
-"""Function -> its compiled code."""
 
 
 def fused(function: Callable[P, R]) -> Callable[P, R]:
@@ -54,8 +54,8 @@ def fused(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+# Whether an ``eagerly`` function is running.
 _eager = ContextVar("_eager", default=False)
-"""Whether an ``eagerly`` function is running."""
 
 
 def eagerly(function: Callable[P, R]) -> Callable[P, R]:
@@ -98,10 +98,10 @@ def _offset_rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return (y * (1.0 + weight.float())).to(x.dtype)
 
 
+# Families of transformers whose class ``<family>RMSNorm`` computes ``_rms_norm``.
 ROUNDED_FIRST = ("Llama", "Mistral", "Qwen2", "Qwen3", "SmolLM3", "Phi3")
-"""Families of transformers whose class ``<family>RMSNorm`` computes ``_rms_norm``."""
+# Families of transformers whose class ``<family>RMSNorm`` computes ``_offset_rms_norm``.
 WITH_OFFSET = ("Gemma", "Gemma2", "Gemma3")
-"""Families of transformers whose class ``<family>RMSNorm`` computes ``_offset_rms_norm``."""
 
 
 def normalise(norm: nn.Module, x: Tensor) -> Tensor:
@@ -149,8 +149,8 @@ def _gelu_product(gate: Tensor, up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
+# Class of an activation -> function of (gate, up) that computes activation(gate) · up.
 GATED_PRODUCTS = {"SiLU": _silu_product, "SiLUActivation": _silu_product, "GELUTanh": _gelu_product}
-"""Class of an activation -> function of (gate, up) that computes activation(gate) · up."""
 
 
 def gated_product(activation: nn.Module, gate: Tensor, up: Tensor) -> Tensor:

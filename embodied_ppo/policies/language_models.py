@@ -17,8 +17,8 @@ from embodied_ppo.policies import causal_lm, lora
 from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.policies.decoder import Decoder
 
+# Adapters' scale is this / rank: the best rate hardly depends on rank (Schulman et al. 2025).
 LORA_ALPHA = 32.0
-"""Adapters' scale is this / rank: the best rate hardly depends on rank (Schulman et al. 2025)."""
 
 
 def make_policy(

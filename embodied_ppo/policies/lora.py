@@ -40,8 +40,8 @@ from torch.autograd.function import once_differentiable
 from embodied_envs.base.errors import CheckpointError, ConfigError
 from embodied_ppo.policies import peft_files
 
+# Entry of a state_dict, uint8 [32]: digest of the directory with the weights that it lacks.
 BASE = "base_sha256"
-"""Entry of a state_dict, uint8 [32]: digest of the directory with the weights that it lacks."""
 
 
 # ----------------------------------------------------------------------------------------- adapters
@@ -290,10 +290,10 @@ class Adapted(nn.Module):
     parameters.
     """
 
+    # Digest of the base weights, see BASE; None: checkpoints hold all weights.
     base: Tensor | None = None
-    """Digest of the base weights, see BASE; None: checkpoints hold all weights."""
+    # Option and directory of the base weights, for messages.
     source: str = ""
-    """Option and directory of the base weights, for messages."""
 
     def set_base_weights(self, folder: str | Path, option: str = "model.checkpoint") -> None:
         """Exclude frozen parameters from the state_dict; ``folder``, of an option, holds them."""

@@ -18,8 +18,8 @@ from embodied_envs.base.errors import ConfigError, choose, one_line, show
 from embodied_ppo.core import guarded_files
 
 FOLDER = "network"  # Folder of the copies in a run directory. The name of a copy is its hash.
+# Reports a line to the user.
 Say = Callable[[str], None]
-"""Reports a line to the user."""
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,10 @@ from embodied_ppo.policies.checkpoint_files import (
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # path of the publisher's model in the ``PeftModel`` that wraps it
+# Parts of adapters' parameter names, which the adapter's name, "default", follows in ours.
 ADAPTERS = (".lora_A.", ".lora_B.")
-"""Parts of adapters' parameter names, which the adapter's name, "default", follows in ours."""
+# Values of fields of adapter_config.json that ``Adapter`` reads, the default first. Most other
+# initialisations (PiSSA, OLoRA, CorDA, LoftQ) change the weights of the base model.
 SUPPORTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
@@ -44,8 +46,6 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("layer_replication", "megatron_config", "trainable_token_indices"), (None,)),
     **dict.fromkeys(("target_parameters", "alora_invocation_tokens"), (None,)),
 }
-"""Values of fields of adapter_config.json that ``Adapter`` reads, the default first. Most other
-initialisations (PiSSA, OLoRA, CorDA, LoftQ) change the weights of the base model."""
 
 
 def save(

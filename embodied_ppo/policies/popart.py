@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 TASK_INPUT = "/task"  # name of the model input that is the one-hot index of the task
 SMALLEST_STD = 1e-2  # lower bound of σ: returns of a task without rewards are not amplified
+# Lower bound of σ/|μ|, which keeps the rounding of V below the differences that n resolves.
 SMALLEST_SHARE = 1e-3
-"""Lower bound of σ/|μ|, which keeps the rounding of V below the differences that n resolves."""
 
 
 class PopArt(nn.Module):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from embodied_ppo.policies.initialization import orthogonal_
 
+# Kind of layer -> number of gates, G.
 GATES = {"gru": 3, "lstm": 4}
-"""Kind of layer -> number of gates, G."""
 LONGEST = 50  # steps after which the slowest unit of a new layer has forgotten its state
 
 

@@ -20,14 +20,14 @@ from embodied_ppo.core.recurrent_state import START, memory_size
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies.recurrent import RecurrentLayer
 
+# Tolerance of float32. Runs measure up to 1e-7, and 2e-4 with standard deviations of exp(-5).
 ROUNDING = 5e-3
-"""Tolerance of float32. Runs measure up to 1e-7, and 2e-4 with standard deviations of exp(-5)."""
+# Tolerance of bfloat16, and of an engine with other kernels (log-probabilities: 0.02 to 0.1).
 LOW_PRECISION = 0.3
-"""Tolerance of bfloat16, and of an engine with other kernels (log-probabilities: 0.02 to 0.1)."""
+# Samples, or columns, with which ``find_cause`` evaluates the model.
 SAMPLES = {"step": 64, "column": 8}
-"""Samples, or columns, with which ``find_cause`` evaluates the model."""
+# Hint where no module is found.
 UNKNOWN = "compare weights, normaliser and precision of the process that acts with the learner's"
-"""Hint where no module is found."""
 
 
 class Tolerances(NamedTuple):

@@ -24,11 +24,12 @@ from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.ppo import losses
 from embodied_ppo.ppo.minibatches import MinibatchLoss, take
 
+# Scalars of AdamW that change per minibatch; coefficients of the loss follow in the vector.
 ADAMW_SETTINGS: tuple[str, ...] = (
     *("actor_step", "critic_step", "actor_inv", "critic_inv", "actor_decay", "critic_decay"),
 )
-"""Scalars of AdamW that change per minibatch; coefficients of the loss follow in the vector."""
 
+# Options that ``MinibatchStep`` can read; runs that differ in others share a compiled library.
 STEP_OPTIONS: tuple[str, ...] = (
     *("adam_betas", "adam_eps", "clip_ratio_c", "clip_ratio_high"),
     *("clip_ratio_low", "entropy_type", "huber_delta", "kl_loss_coef", "kl_loss_type"),
@@ -36,9 +37,8 @@ STEP_OPTIONS: tuple[str, ...] = (
     *("positive_nll_weight", "ratio_level", "symmetry", "symmetry_coef"),
     *("value_clip", "value_loss_coef"),
 )
-"""Options that ``MinibatchStep`` can read; runs that differ in others share a compiled library."""
+# Statistics of a step in addition to those of its loss.
 STEP_STATISTICS = ("loss", "rows", "actor_norm", "critic_norm", "finite")
-"""Statistics of a step in addition to those of its loss."""
 
 
 # -------------------------------------------------------------------------------------------- AdamW

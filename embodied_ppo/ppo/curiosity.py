@@ -28,11 +28,11 @@ from embodied_ppo.ppo.minibatches import take
 FEATURES = 64
 HIDDEN = ModelConfig(hidden=(256, 256), activation="elu")
 LEARNING_RATE = 1e-4
+# Bound of normalised observations. The values above are those of Burda et al., section 2.
 OBS_CLIP = 5.0
-"""Bound of normalised observations. The values above are those of Burda et al., section 2."""
+# Rollouts over which the deviation of intrinsic returns is averaged. Over the whole run, as in the
+# paper, the error of the first updates made later rewards 1000 times too small for control tasks.
 RECENT_ROLLOUTS = 10
-"""Rollouts over which the deviation of intrinsic returns is averaged. Over the whole run, as in the
-paper, the error of the first updates made later rewards 1000 times too small for control tasks."""
 ROWS = 8192  # rows of a forward pass without gradient
 
 

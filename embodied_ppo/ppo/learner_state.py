@@ -52,8 +52,8 @@ class LearnerState:
         self.config, self.notice = config, notice
         self.cpu_s = {"advantages": 0.0, "update": 0.0}  # CPU seconds since the start
         self.cpu_clock = time.process_time  # measures them
+        # Called with each rollout, its batch with advantages, and the number of the update.
         self.record: Callable[[Trajectory, Batch, int], None] | None = None
-        """Called with each rollout, its batch with advantages, and the number of the update."""
         # These continue from one update to the next, and checkpoints contain them.
         self.warmup_ended = False  # before critic_warmup, by critic_warmup_variance
         self.groups = reward_groups(config)

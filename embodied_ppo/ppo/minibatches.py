@@ -21,8 +21,8 @@ from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.ppo.roles import Rows
 
 B = TypeVar("B", bound=Samples)
+# Name -> scalar without gradient, summed over micro-batches; of names in "_max" the maximum.
 Statistics: TypeAlias = "dict[str, Tensor]"
-"""Name -> scalar without gradient, summed over micro-batches; of names in "_max" the maximum."""
 
 
 class MinibatchLoss(nn.Module, ABC):
@@ -109,8 +109,8 @@ class PolicyLoss(MinibatchLoss):
         names += ("positive_nll",) if config.positive_nll_weight else ()
         super().__init__(policy, config, names=names)
         self.length = float(config.loss_scale_factor or length)
+        # Number of leading dimensions of a minibatch: 1 for [B], 2 for [T, B].
         self.batch_dims = 2 if config.minibatch_unit == "column" else 1
-        """Number of leading dimensions of a minibatch: 1 for [B], 2 for [T, B]."""
         self.coefficients = {"entropy": 0.0}
 
     @abstractmethod

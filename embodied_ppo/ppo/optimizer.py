@@ -79,8 +79,8 @@ class MinibatchOptimizer:
         self.model: nn.Module = loss.model
         self.updates, self.seed, self.section = updates, seed, section
         self.ranks = ranks or Ranks()
+        # Part of the seeds; rank 0 draws like a single process.
         self._rank_key = [self.ranks.rank] if self.ranks.rank else []
-        """Part of the seeds; rank 0 draws like a single process."""
         self.actor, self.critic = groups["actor"], groups["critic"]
         value_lr = config.lr if config.value_lr is None else config.value_lr
         # Each group has its own learning rate; the norm of both together clips the gradients.
@@ -91,12 +91,12 @@ class MinibatchOptimizer:
             weight_decay=config.weight_decay,
             fused=True,
         )
+        # Learning rates of actor and critic in the newest update.
         self.learning_rates = config.lr, value_lr
-        """Learning rates of actor and critic in the newest update."""
+        # See ``schedules.adapted_factor``; 1 unless the schedule is adaptive.
         self.adaptive_factor = 1.0
-        """See ``schedules.adapted_factor``; 1 unless the schedule is adaptive."""
+        # Names of the columns of a minibatch's statistics.
         self.statistics = (*loss.names, *STEP_STATISTICS)
-        """Names of the columns of a minibatch's statistics."""
         self.compiled: CompiledStep | None = None
         if compile_schedule is not None and compile_schedule.first_compiled_update is not None:
             self.compiled = CompiledStep(compile_schedule)

@@ -21,8 +21,8 @@ from embodied_ppo.policies.popart import TASK_INPUT
 from embodied_ppo.ppo import losses
 from embodied_ppo.ppo.roles import Actor
 
+# Fields of a trajectory that rewards and advantages are computed from.
 COLUMNS = ("reward", "value", "next_value", "terminated", "truncated", "mask", "steps")
-"""Fields of a trajectory that rewards and advantages are computed from."""
 
 
 def recompute_behaviour(

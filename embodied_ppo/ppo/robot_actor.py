@@ -29,8 +29,8 @@ from embodied_ppo.ppo.preparation import task_of_samples
 from embodied_ppo.ppo.roles import SharedCritic
 from embodied_ppo.ppo.symmetry import Symmetry
 
+# Methods of policies that read the weights.
 METHODS = ("encode", "act", "evaluate", "evaluate_columns", "memory_after", "value", "bc_loss")
-"""Methods of policies that read the weights."""
 
 
 def robot_ppo(
@@ -105,8 +105,8 @@ class RobotLoss(PPOLoss):
     ) -> None:
         assert isinstance(policy, nn.Module)
         super().__init__(policy, config, length=config.horizon, has_value_head=True)
+        # Mirror image of an action; None without ``algorithm.symmetry``.
         self.mirror = None if symmetry is None else symmetry.action
-        """Mirror image of an action; None without ``algorithm.symmetry``."""
         self.names += () if symmetry is None else ("symmetry_error",)
 
     def evaluate(self, b: Batch) -> PolicyTerms:

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from embodied_ppo.core.types import Evaluation, Trajectory, ValueBatch
 
+# Observations of a language model: "row" int64 [L, N], prompt and response without a gap; "place"
+# int64 [T, N], the position in it of the token before each response token.
 Rows: TypeAlias = "Mapping[str, Tensor]"
-"""Observations of a language model: "row" int64 [L, N], prompt and response without a gap; "place"
-int64 [T, N], the position in it of the token before each response token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,8 @@ class OptimizationStats:
     epochs: int
 
 
+# Statistics of a model that was not optimised.
 NO_STATS = OptimizationStats({}, 0)
-"""Statistics of a model that was not optimised."""
 
 
 class Actor(Protocol):

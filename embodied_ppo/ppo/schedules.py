@@ -10,8 +10,8 @@ import math
 from embodied_envs.base.errors import TrainingError
 from embodied_ppo.options.schema import AlgorithmConfig
 
+# Range of an adapted coefficient of the entropy bonus; 0 could never grow.
 ENTROPY_COEF_RANGE = 1e-5, 1.0
-"""Range of an adapted coefficient of the entropy bonus; 0 could never grow."""
 
 
 def learning_rate_factor(config: AlgorithmConfig, update: int, updates: int) -> float:

@@ -52,8 +52,8 @@ class Symmetry:
             device: Device of the policy.
         """
         self.observations, self.action = mirror.observations, repeated(mirror.action, size)
+        # float32 [N, S], after the images of all steps so far.
         self.memory = torch.zeros(columns, memory, device=device)
-        """float32 [N, S], after the images of all steps so far."""
 
     def observe(self, obs: Obs) -> Obs:
         """Return the images of observations [.., D], or of their histories [.., K, D].

@@ -17,9 +17,9 @@ from embodied_ppo.options.schema import Config
 from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.training.progress import Messages
 
+# Optimiser steps until compile=auto switches minibatches to compiled code, about the time of its
+# compilation. That of acting comes next, not at the same time, and switches after twice as many.
 COMPILE_AFTER = 4096
-"""Optimiser steps until compile=auto switches minibatches to compiled code, about the time of its
-compilation. That of acting comes next, not at the same time, and switches after twice as many."""
 
 
 def compile_from(

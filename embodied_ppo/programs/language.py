@@ -56,8 +56,8 @@ from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Messages
 from embodied_ppo.training.run_directory import stored_config
 
+# Learning rate and demonstrations of each supervised step before PPO.
 WARM_START_LR, WARM_START_BATCH = 1e-3, 128
-"""Learning rate and demonstrations of each supervised step before PPO."""
 
 
 def build(

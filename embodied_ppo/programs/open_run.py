@@ -39,8 +39,8 @@ from embodied_ppo.training.run_directory import claimed, digest, versions
 from embodied_ppo.training.run_files import PARENT
 from embodied_ppo.training.run_system import RunSystem
 
+# Errors of a disk that is full, over quota, read-only or broken.
 DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
-"""Errors of a disk that is full, over quota, read-only or broken."""
 
 
 @dataclass

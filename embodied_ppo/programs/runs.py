@@ -282,8 +282,8 @@ class _Session:
             max_lag=1 if config.pipeline else config.cluster.max_lag,
             stop_after=spec.stop_after,
         )
+        # Metrics of the evaluation before the first update.
         self.initial: Mapping[str, Any] = run.log.row(0)
-        """Metrics of the evaluation before the first update."""
         # Steps before this session do not count for its speed.
         self.steps_before, self.worker_cpu_s = run.system.steps, 0.0
         self.warm_up: dict[str, float] = {}  # CPU seconds of the first update by phase, and "steps"

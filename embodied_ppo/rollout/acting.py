@@ -72,11 +72,11 @@ class Acting:
         """Run at most ``rows`` observations in one forward pass of eager code; None: all."""
         self.policy, self.schedule, self.rows = policy, schedule, rows
         self.kept_inputs = kept_inputs
+        # Inputs ``kept_inputs`` of the last call, which was eager.
         self.kept: dict[str, Tensor] = {}
-        """Inputs ``kept_inputs`` of the last call, which was eager."""
         self.weights: list[Tensor] = []
+        # Decision of the traced program: the layout of what compiled code returns.
         self.structure: Any = None
-        """Decision of the traced program: the layout of what compiled code returns."""
 
     def __call__(self, obs: Obs, noise: Tensor, update: int) -> Decision:
         """Return the decision of the policy for N observations in update ``update``."""

@@ -13,8 +13,8 @@ from embodied_envs.base.errors import TrainingError
 from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core.finite import finite_rows, is_finite, select_rows, wrong_number, zero_rows
 
+# Largest share of an update's steps that may diverge; one step, or one per group, always may.
 LIMIT = 0.01
-"""Largest share of an update's steps that may diverge; one step, or one per group, always may."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,13 @@ class DivergenceGuard:
     def __init__(self, env: VectorEnv) -> None:
         self.env = env
         self.on_host = env.device.type == "cpu"
+        # bool [N], environments with a damaged episode or no observation, until the next one.
         self.hidden = torch.zeros(env.num_envs, dtype=torch.bool, device=env.device)
-        """bool [N], environments with a damaged episode or no observation, until the next one."""
         self.any_hidden = False
         self.can_reset = True  # until ``reset_where`` has returned None
+        # bool [N], hidden environments that count in their next step: their first observation was
+        # not finite, or they are hidden since an earlier rollout.
         self.unreported = self.hidden
-        """bool [N], hidden environments that count in their next step: their first observation was
-        not finite, or they are hidden since an earlier rollout."""
         self.example = ""  # name and value of a number that was not finite, for messages
 
     def begin(self, obs: Obs) -> Obs:

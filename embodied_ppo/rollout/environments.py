@@ -133,8 +133,8 @@ def training_env(config: Config) -> EnvConfig:
 class LimitedRealism(RealismConfig):
     """``env.realism`` that changes some observations only, because others read the rest."""
 
+    # Names of the observations that are changed.
     obs_keys: tuple[str, ...] = ()
-    """Names of the observations that are changed."""
 
 
 def limit_realism(realism: RealismConfig, names: tuple[str, ...] | None) -> RealismConfig:

@@ -15,8 +15,8 @@ from embodied_envs.types import Step, VectorEnv
 from embodied_ppo.core.types import Mean, Metrics
 
 WINDOW = 100  # least number of episodes over which return, length and success are averaged
+# Beginnings of the tags of these statistics.
 EPISODE_METRICS = ("rollout/episodes", "rollout/return", "rollout/length", "rollout/success")
-"""Beginnings of the tags of these statistics."""
 PATIENCE = 10  # number of rollouts without a finished episode after which this is reported once
 
 

@@ -12,8 +12,8 @@ from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.running_stats import expand
 from embodied_ppo.options.reward_groups import RewardGroup
 
+# Largest difference of a reward from the sum of its terms, relative to their magnitude.
 TOLERANCE = 1e-4
-"""Largest difference of a reward from the sum of its terms, relative to their magnitude."""
 
 
 class GroupRewards:

@@ -13,8 +13,8 @@ from embodied_ppo.rollout.simulation import Experience, Rollout, collect_passes
 class InterleavedRollouts:
     """Several interleaved rollouts: the policy acts for one while the simulator of another runs."""
 
+    # Whether all processes share one rollout state.
     one_state = False
-    """Whether all processes share one rollout state."""
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         """Combine rollouts.

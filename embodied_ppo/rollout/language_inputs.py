@@ -238,8 +238,8 @@ def read_inputs(config: Config, device: torch.device, say: Callable[[str], None]
     return Inputs(config, tokenizer, train, held_out, policy, stops, longest, response_length)
 
 
+# Number of responses that are decoded together; algorithm.rollout_micro_batch_size changes it.
 DECODED_TOGETHER = 256
-"""Number of responses that are decoded together; algorithm.rollout_micro_batch_size changes it."""
 
 
 def slots(config: Config) -> int:

@@ -78,8 +78,8 @@ class Truncation:
 class ReasoningRollout:
     """Collects ``group_size`` responses to each of ``batch`` prompts per update."""
 
+    # Whether all processes share one rollout state.
     one_state = True
-    """Whether all processes share one rollout state."""
 
     def __init__(
         self,

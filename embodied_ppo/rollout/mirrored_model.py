@@ -13,8 +13,8 @@ from embodied_envs.base.errors import EnvError
 from embodied_envs.robots.robot_model import Array, RobotModel
 from embodied_ppo.core.mirror import SignedPermutation, permutation
 
+# Signs of the image of a position or velocity, of an angular velocity, and of a quaternion.
 POINT, TURN, QUATERNION = (1, -1, 1), (-1, 1, -1), (1, -1, 1, -1)
-"""Signs of the image of a position or velocity, of an angular velocity, and of a quaternion."""
 DOF_FIELDS = ("damping", "armature", "frictionloss")
 
 

@@ -34,10 +34,10 @@ from embodied_envs.tasks.task import Task
 from embodied_ppo.core.mirror import Mirror, SignedPermutation
 from embodied_ppo.rollout.mirrored_model import POINT, QUATERNION, StateMirror
 
+# Relative difference of left and right above which a line names it, and a task is refused.
 WARN, REFUSE = 0.02, 0.2
-"""Relative difference of left and right above which a line names it, and a task is refused."""
+# Amplitude of each of three waves along x and along y of the ground, where it is not level.
 RELIEF_M = 0.001
-"""Amplitude of each of three waves along x and along y of the ground, where it is not level."""
 KEPT = 0.95  # share of the states, those that differ least, in which a step is compared
 STATES = 64  # random states, with their mirror images
 EXACT = 1e-6  # relative difference of numbers that are equal up to rounding
@@ -125,8 +125,8 @@ class MirrorSearch:
     def __init__(self, id: str, task: Task, model: mujoco.MjModel) -> None:
         """Derive the image of the physical state; raise EnvError if there is none."""
         self.id, self.model, self.random = id, model, np.random.default_rng(0)
+        # Numbers of the model that differ between left and right by more than WARN.
         self.unequal: list[str] = []
-        """Numbers of the model that differ between left and right by more than WARN."""
         relief = _with_relief(model, self.random)
         try:
             self.state = StateMirror(model)
@@ -138,12 +138,12 @@ class MirrorSearch:
         self.action = self.state.ctrl
         self.original = _Worlds(task, model, relief)
         self.image = _Worlds(task, _mirrored_scenery(model), _mirrored_scenery(relief))
+        # Variable -> its image; None: noise, which is 0 here.
         self.variables: dict[str, Callable[[Tensor], Any] | None] = {}
-        """Variable -> its image; None: noise, which is 0 here."""
+        # What is compared -> its relative difference, and what differs most.
         self.measured: dict[str, tuple[float, str]] = {}
-        """What is compared -> its relative difference, and what differs most."""
+        # Numbers whose image is unknown, because they were the same in all states.
         self.constant: list[str] = []
-        """Numbers whose image is unknown, because they were the same in all states."""
 
     def result(self, names: Sequence[str]) -> Mirror:
         """Return the mirror image with the observations ``names``; raise EnvError."""

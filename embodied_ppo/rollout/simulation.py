@@ -34,8 +34,8 @@ from embodied_ppo.rollout.group_filter import GroupFilter, join_passes, mask_gro
 from embodied_ppo.rollout.group_rewards import GroupRewards
 from embodied_ppo.rollout.staggering import Staggering
 
+# Largest number of steps for which a restart waits for episodes of an unknown time limit.
 LONGEST = 163_840
-"""Largest number of steps for which a restart waits for episodes of an unknown time limit."""
 Experience: TypeAlias = "tuple[Trajectory, Metrics]"
 
 
@@ -90,8 +90,8 @@ class _Record:
 class Rollout:
     """Collects trajectories from one vector environment and keeps the state of its episodes."""
 
+    # Whether all processes share one rollout state.
     one_state = False
-    """Whether all processes share one rollout state."""
 
     def __init__(
         self,

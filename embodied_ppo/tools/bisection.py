@@ -17,6 +17,7 @@ from embodied_ppo.core import guarded_files
 from embodied_ppo.tools import reexecution
 from embodied_ppo.tools.update_replay import Replay, replay
 
+# Operators; NaN fulfils "nonfinite" only.
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -26,8 +27,8 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt,
     "nonfinite": lambda x, _: not math.isfinite(x),
 }
-"""Operators; NaN fulfils "nonfinite" only."""
 CONDITION = re.compile(r"\s*(\S+?)\s*(>=|<=|==|!=|>|<|(?<=\s)nonfinite)\s*(\S*)\s*")
+# Metric -> statistic of a minibatch, and the statistic by which it is divided.
 STATISTICS = {
     "policy/loss": ("policy_loss", None),
     "policy/approx_kl": ("approx_kl", "count"),
@@ -42,7 +43,6 @@ STATISTICS = {
     "kl/to_reference": ("kl", "rows"),
     "distill/loss": ("policy_loss", None),
 }
-"""Metric -> statistic of a minibatch, and the statistic by which it is divided."""
 UNITS = {"update", "env_steps", "tokens"}  # entries of a row that are not metrics
 
 

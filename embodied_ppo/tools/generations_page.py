@@ -96,8 +96,8 @@ def _facts(line: Mapping[str, Any]) -> list[str]:
     return [*known, f"{len(line['tokens'])} tokens"]
 
 
+# Name on the page -> key of a line with a number of each token.
 NUMBERS = {"advantage": "advantage", "log-probability": "log_prob"}
-"""Name on the page -> key of a line with a number of each token."""
 
 
 def _mean(values: Sequence[float | None] | None) -> float | None:

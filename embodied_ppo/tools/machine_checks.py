@@ -240,6 +240,7 @@ RENDERING_FIX = f"apt-get install libegl1 libgl1-mesa-dri; {CONDA} libegl mesali
 CACHE_FIX = "export EMBODIED_PPO_CACHE=/another/disk"
 TEMPORARY_FIX = "export TMPDIR=/another/disk; files of earlier runs in /tmp/ray may be deleted"
 SHARED_MEMORY_FIX = "in Docker: docker run --shm-size 8g IMAGE"
+# Name -> (check, its fix, whether the default recipes need it), in the order of printing.
 CHECKS: dict[str, tuple[Callable[[], str], str, bool]] = {
     "python": (lambda: f"{platform.python_version()} at {sys.executable}", "", True),
     "packages": (lambda: check_packages(""), f"{INSTALL}.", True),
@@ -256,7 +257,6 @@ CHECKS: dict[str, tuple[Callable[[], str], str, bool]] = {
     "disk temporary": (lambda: check_disk(Path(tempfile.gettempdir()), 1.0), TEMPORARY_FIX, True),
     "shared memory": (lambda: check_disk(Path("/dev/shm"), 1.0), SHARED_MEMORY_FIX, False),
 }
-"""Name -> (check, its fix, whether the default recipes need it), in the order of printing."""
 
 
 # ------------------------------------------------------------------------------------------ execute

@@ -30,17 +30,17 @@ from embodied_ppo.tools.player import AGENTS, Player, Pull
 
 HOST = "127.0.0.1"
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+# Intervals of pictures, of numbers and bars, and of looking for a new checkpoint, seconds.
 DRAW_S, PANEL_S, CHECKPOINT_S = 1 / 30, 0.2, 2.0
-"""Intervals of pictures, of numbers and bars, and of looking for a new checkpoint, seconds."""
 VIDEO_SIZE = (720, 1280)  # (height, width) of exported videos, pixels
 VIDEO_FPS = 30
 SPEEDS = {"1/8": 0.125, "1/4": 0.25, "1/2": 0.5, "1": 1.0, "2": 2.0}
+# Axis of a gamepad that sets each command, in their order: forward and to the left by the left
+# stick, turning by the right one. Up and left are negative.
 AXES = (1, 0, 2, 3)
-"""Axis of a gamepad that sets each command, in their order: forward and to the left by the left
-stick, turning by the right one. Up and left are negative."""
+# Writes the axes of the first gamepad into the field "Gamepad", as if a user wrote them; the
+# library sends no other events of a browser.
 GAMEPAD = (Path(__file__).parent / "templates" / "gamepad.js").read_text(encoding="utf-8")
-"""Writes the axes of the first gamepad into the field "Gamepad", as if a user wrote them; the
-library sends no other events of a browser."""
 PUSHES = {"forward": (1.0, 0.0), "back": (-1.0, 0.0), "left": (0.0, 1.0), "right": (0.0, -1.0)}
 
 

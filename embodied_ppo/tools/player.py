@@ -26,11 +26,11 @@ AGENTS = ("trained", "zero", "random")
 
 HISTORY_S = 60.0  # seconds of simulation that are kept for videos
 
+# Largest number of control steps that are made up for when the machine is too slow.
 MAX_LATE_STEPS = 10
-"""Largest number of control steps that are made up for when the machine is too slow."""
 
+# Force of a pull per distance and mass of the robot, 1/s²: 0.5 m pull with its weight.
 PULL_RATE = 20.0
-"""Force of a pull per distance and mass of the robot, 1/s²: 0.5 m pull with its weight."""
 PULL_LIMIT = 20.0  # largest force of a pull per mass of the robot, m/s²
 
 

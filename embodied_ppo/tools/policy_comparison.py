@@ -36,8 +36,8 @@ MOST_METHODS = 6  # largest number of methods, which is the number of colours of
 
 FORMAT = 2  # Version of comparison.json. Increase it when the meaning of a field changes.
 
+# Prefixes of the options that may differ between runs of one method.
 NOT_OF_METHOD = ("seed", "run_dir", "resume", "name", "description", "evaluation.", "tracker")
-"""Prefixes of the options that may differ between runs of one method."""
 
 
 @dataclass(frozen=True)
@@ -469,13 +469,13 @@ def _content_of_tasks(
 
 
 # ------------------------------------------------------------------------------------------- charts
+# Title of a chart -> tags of metrics.jsonl, of which a run has one.
 CURVES = {
     "Return in training": ("rollout/return",),
     "Success rate in training": ("rollout/success",),
     "Return of evaluations": ("eval/return",),
     "Success rate of evaluations": ("eval/success", "eval/accuracy"),
 }
-"""Title of a chart -> tags of metrics.jsonl, of which a run has one."""
 
 
 def _curves(methods: Sequence[ComparedMethod], mode: str) -> list[Chart]:

@@ -19,8 +19,8 @@ from embodied_ppo.training import checkpoint, metrics_digest
 from embodied_ppo.training.run_directory import digest, read_options
 from embodied_ppo.training.run_files import METRICS
 
+# Options that say where a run is, which may differ between its copies of the options.
 LOCATION = ("run_dir", "resume")
-"""Options that say where a run is, which may differ between its copies of the options."""
 
 
 @dataclass

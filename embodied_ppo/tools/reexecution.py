@@ -189,8 +189,8 @@ def reexecute(
 
 
 # ---------------------------------------------------------------------------- compare with the run
+# Prefixes of metrics that measure the machine, and of those that re-execution does not compute.
 NOT_REEXECUTED = ("time/", "speed/", "memory/", "device/", "eval/")
-"""Prefixes of metrics that measure the machine, and of those that re-execution does not compute."""
 
 
 def metric_rows(run_dir: Path) -> dict[int, dict[str, Any]]:

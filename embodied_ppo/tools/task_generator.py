@@ -28,11 +28,12 @@ from embodied_ppo.tools import task_templates
 
 CONTROL_STEP_S = 0.02  # duration of a decision of a new task, s
 
+# Template -> length of an episode of a new task, s.
 EPISODE_S = {"home": 5.0, "velocity": 10.0, "hover": 5.0, "reach": 4.0, "pick": 3.0}
-"""Template -> length of an episode of a new task, s."""
 
 PHYSICS_STEP_S = 0.005  # least physics step of a new task with many contacts, velocity or pick, s
 
+# Pattern of MuJoCo's reason -> hint; the first counts.
 HINTS = {
     "decoder": "convert a xacro first: xacro FILE > robot.urdf",
     "parse error|empty file|Unrecognized": "name the MJCF or URDF of a robot, in valid XML",
@@ -40,7 +41,6 @@ HINTS = {
     "package:": "write files of meshes relative to the folder of FILE, without package://",
     "file": "write files (meshes as STL or OBJ, includes) relative to the folder of FILE",
 }
-"""Pattern of MuJoCo's reason -> hint; the first counts."""
 
 MAX_GAIN = 1e6  # largest kp and kd that are accepted
 HOLD_S = 2.0  # time for which the robot is held at home, s
@@ -51,20 +51,20 @@ FAST = 100.0  # a joint that is faster diverges, rad/s or m/s
 
 STIFF_RAD = 0.2  # a servo whose force limit is reached by a smaller error is stiff
 
+# File in the new folder -> template.
 TEMPLATES = {
     "{name}.py": "new_task.py.j2",
     "configs/experiment/{name}.yaml": "new_task.yaml.j2",
     "test_{name}.py": "new_task_test.py.j2",
 }
-"""File in the new folder -> template."""
+# The same of a task with commands, to train it on a GPU.
 GPU_TEMPLATE = {"configs/experiment/{name}_gpu.yaml": "new_task_gpu.yaml.j2"}
-"""The same of a task with commands, to train it on a GPU."""
 
+# Names that the generated module imports; its class must have another name.
 RESERVED_NAMES = ("Path", "Preparation", "RobotTask", "RoughTerrain", "State", "Tensor")
-"""Names that the generated module imports; its class must have another name."""
 
+# Example of an actuator for messages.
 ACTUATOR = '<actuator><motor joint="NAME" ctrlrange="-1 1"/></actuator>'
-"""Example of an actuator for messages."""
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from embodied_envs.robots.robot_model import HINGE, Array, RobotModel
 from embodied_envs.robots.velocity import QUADRUPED, VelocityTask
 
 _FILE = Path(__file__).parent / "templates" / "rewards.yaml"
+# Terms of hover, reach and pick; of robots with feet those besides QUADRUPED.
 REWARDS: dict[str, dict[str, dict[str, float]]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
-"""Terms of hover, reach and pick; of robots with feet those besides QUADRUPED."""
+# Weight of the squared torques as shares of weight times height of the base (Go1Joystick).
 TORQUE = -0.22
-"""Weight of the squared torques as shares of weight times height of the base (Go1Joystick)."""
 GAIT_HZ = 1.5  # steps per second of each foot of a biped
+# Largest distance of the target from home in x, y and z, m; of an arm at most 0.3 lengths.
 HALF_RANGE_M = {"hover": 1.0, "reach": 0.2, "pick": 0.15}
-"""Largest distance of the target from home in x, y and z, m; of an arm at most 0.3 lengths."""
 LIFT_M = 0.1  # least height of a cube's target above the ground
 SITES = ("grip", "tip", "tool", "attachment", "end")  # Parts of names of sites at the end of an arm
 

@@ -48,8 +48,8 @@ CERTIFICATE = "certificate.json"
 MOST_LISTED = 100  # largest number of differences in a certificate
 
 
+# (start, stop) of the updates ``start`` + 1 to ``stop`` between two consecutive checkpoints.
 Interval: TypeAlias = tuple[int, int]
-"""(start, stop) of the updates ``start`` + 1 to ``stop`` between two consecutive checkpoints."""
 
 
 def verify(

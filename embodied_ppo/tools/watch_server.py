@@ -29,39 +29,39 @@ from embodied_ppo.training.run_files import METRICS, find_runs, read_parent
 HOST = "127.0.0.1"
 BLOCK_SIZE = 4 << 20  # bytes of metrics.jsonl in one response; a longer line is skipped
 
+# Largest size of a config.yaml or summary.json that is read, bytes; usual are a few thousand.
 MAX_FILE_SIZE = 1 << 18
-"""Largest size of a config.yaml or summary.json that is read, bytes; usual are a few thousand."""
 
 NOTE_LENGTH = 600  # characters of a message from log.txt that the page shows
 
 MARK_SIZE = 1024  # bytes before a position whose digest identifies the file that was read
 
+# Bytes at the end of metrics.jsonl and log.txt from which the state of a run is derived.
 TAIL_SIZE = 1 << 18
-"""Bytes at the end of metrics.jsonl and log.txt from which the state of a run is derived."""
 
+# A run that has written nothing for this long, and for three updates, is silent; seconds.
 SILENT_S = 60.0
-"""A run that has written nothing for this long, and for three updates, is silent; seconds."""
 
 RUN_OPTIONS = ("run_dir", "resume")  # options that differ between any two runs
 
 CONTENT_TYPES = {".html": "text/html; charset=utf-8", ".json": "application/json"}
 CONTENT_TYPES |= {".mp4": "video/mp4", ".txt": "text/plain; charset=utf-8"}
+# Files of a run that the server sends.
 SERVED = re.compile(r"(videos|reports/[^/.][^/\0]*)/[^/.][^/\0]*\.(html|json|mp4)")
-"""Files of a run that the server sends."""
 
+# Content-Security-Policy of a report, which is one file without scripts.
 REPORT_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; img-src data:; media-src data:; sandbox"
 )
-"""Content-Security-Policy of a report, which is one file without scripts."""
 
 
+# Headers of every response.
 HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-"""Headers of every response."""
 
 
 # ----------------------------------------------------------------------------------------- runs

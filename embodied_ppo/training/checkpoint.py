@@ -34,15 +34,15 @@ from embodied_ppo.training.run_files import check_exists
 
 FORMAT = 1
 MANIFEST, CONFIG, POLICY, TRAINING = "manifest.json", "config.yaml", "policy.pt", "training.pt"
+# Key of the manifest for ``PendingRow``, which is logged after the checkpoint is written.
 ROW = "pending_row"
-"""Key of the manifest for ``PendingRow``, which is logged after the checkpoint is written."""
 DIGEST = "metrics_digest"  # key of the manifest, and of summary.json, for ``MetricsDigest.record``
 SUMMARY_DIGEST = "digest"  # key of summary.json for the SHA-256 of its other entries
+# Key of the manifest for the options and arithmetic settings of all updates so far: a list of
+# "start" (completed updates), "config_hash" and "arithmetic", one entry for each change.
 SESSIONS = "sessions"
-"""Key of the manifest for the options and arithmetic settings of all updates so far: a list of
-"start" (completed updates), "config_hash" and "arithmetic", one entry for each change."""
+# Name of a checkpoint's directory: the update with at least six digits, and nothing else.
 STEP = re.compile(r"step_(\d{6}|[1-9]\d{6,})", re.ASCII)
-"""Name of a checkpoint's directory: the update with at least six digits, and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -381,8 +381,8 @@ def _verified(folder: Path) -> Checkpoint:
     return Checkpoint(folder, manifest)
 
 
+# Entries of a manifest that every checkpoint has.
 MANIFEST_FIELDS = {"format": object, "update": int, "files": dict}
-"""Entries of a manifest that every checkpoint has."""
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

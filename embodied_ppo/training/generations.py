@@ -17,8 +17,8 @@ from typing import Any, Literal, TypeAlias
 from embodied_ppo.core import guarded_files
 
 FOLDER = "generations"  # folder of the files in a run directory
+# Number of prompts of an update whose responses are written with rollout.dump=sample.
 SAMPLED_PROMPTS = 8
-"""Number of prompts of an update whose responses are written with rollout.dump=sample."""
 LARGEST_LINE = 1 << 24  # largest size of a line that is read, bytes
 Kind: TypeAlias = Literal["train", "eval"]
 _NAME = re.compile(r"(train|eval)_(\d{6,15})(?:_\d+)?\.jsonl")

@@ -19,8 +19,8 @@ from typing import Any
 
 import yaml
 
+# Number of newest values whose median is judged: single updates, and the first few, deviate.
 WINDOW = 5
-"""Number of newest values whose median is judged: single updates, and the first few, deviate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +29,12 @@ class Range:
 
     tag: str
     limits: Sequence[float | None]
+    # Meaning of a value below the range, and the hint.
     below: str = ""
-    """Meaning of a value below the range, and the hint."""
+    # Meaning of a value above the range, and the hint.
     above: str = ""
-    """Meaning of a value above the range, and the hint."""
+    # Whether a value below ``low`` means slow training, which is no warning.
     slow: bool = False
-    """Whether a value below ``low`` means slow training, which is no warning."""
 
 
 _TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -46,11 +46,11 @@ class Verdict:
     """A metric compared with its range."""
 
     tag: str
+    # Median of the newest WINDOW values.
     value: float
-    """Median of the newest WINDOW values."""
     warning: bool
+    # One sentence if the value is outside of its range, else "".
     text: str
-    """One sentence if the value is outside of its range, else ""."""
 
 
 def judge(rows: Iterable[Mapping[str, Any]]) -> list[Verdict]:

@@ -12,8 +12,8 @@ from embodied_ppo.core.types import Learner, Metrics, Policy, Trajectory, Update
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.run_system import Collector, Records, Result, RunSystem, resume
 
+# Key of a checkpoint's training state for the rollouts that were not trained on yet.
 PENDING = "pending"
-"""Key of a checkpoint's training state for the rollouts that were not trained on yet."""
 
 
 class LocalSystem(RunSystem):

@@ -130,8 +130,8 @@ class Log:
         self.run_dir, self.total_updates, self.quiet = run_dir, total_updates, quiet
         _hide_writer_failures()
         self.unit = unit
+        # Tag that the rows of all updates have, and no other rows.
         self.speed = f"speed/{unit}_per_s"
-        """Tag that the rows of all updates have, and no other rows."""
         # Line-buffered files are complete up to the last line if the process is killed.
         self._text: TextIO = open(run_dir / "log.txt", "a", buffering=1)  # noqa: SIM115
         # If this process dies in a simulator, its supervisor appends the cause to the log.

@@ -10,8 +10,8 @@ from typing import Any
 from embodied_ppo.core.types import Metrics, PendingRow, System
 from embodied_ppo.training.logging import Log, Timer, peak_rss_mb
 
+# Phases of the timer that count as training; evaluating and saving do not.
 TRAINING_PHASES = ("collect", "update", "publish")
-"""Phases of the timer that count as training; evaluating and saving do not."""
 
 
 @dataclass(frozen=True)

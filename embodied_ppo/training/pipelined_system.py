@@ -44,8 +44,8 @@ class PipelinedSystem(LocalSystem):
         self._thread = ThreadPoolExecutor(
             1, "rollout", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),)
         )
+        # Update -> its rollout, from ``collect`` (or a checkpoint) until ``update``.
         self._pending: dict[int, Experience] = {}
-        """Update -> its rollout, from ``collect`` (or a checkpoint) until ``update``."""
 
     def collect(self, horizon: int, *, update: int) -> tuple[Experience, Metrics]:
         """Start to collect. ``update`` waits for the rollout and returns its metrics, too."""

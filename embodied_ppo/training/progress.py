@@ -179,8 +179,8 @@ class Messages:
         self.advance = advance
         self._show = show
         self._say: Callable[[str], None] | None = None
+        # Lines before the log is open, and whether they were shown.
         self._kept: list[tuple[str, bool]] = []
-        """Lines before the log is open, and whether they were shown."""
         self._notices: set[str] = set()
 
     def add(self, line: str) -> None:

@@ -34,18 +34,19 @@ from embodied_ppo.options.schema import Config
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.run_files import PARENT, Parent
 
+# Options that may change on resume without a message; all other changes are reported.
 FREE_ON_RESUME = (
     *("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir"),
     *("resume", "name", "description", "allow_changed_task"),
     "trackers",
 )
-"""Options that may change on resume without a message; all other changes are reported."""
+# Options that change results by rounding only; one line reports all changes.
 ROUNDING_OPTIONS = ("device", "threads", "compile")
-"""Options that change results by rounding only; one line reports all changes."""
 SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.decode")
 SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
+# Options that change the function which the same weights compute.
 SAME_FUNCTION += ("model.state_dependent_std", "model.obs_eps", "model.base_inputs")
-"""Options that change the function which the same weights compute."""
+# Options that must not change on resume.
 FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "algorithm.rollout_epoch", "env.num_envs", "seed", "teacher"),
     # With other values the same weights are another function.
@@ -55,20 +56,19 @@ FIXED_ON_RESUME = (
     *("model.policy", "model.hidden", "model.critic_hidden", "model.shared_backbone"),
     *("model.actor_obs", "model.critic_obs"),
 )
-"""Options that must not change on resume."""
+# The same where a run has several tasks, whose indices and environments they set.
 TASKS = ("env.id", "env.tasks", "env.task_weights")
-"""The same where a run has several tasks, whose indices and environments they set."""
 FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
+# Files that a run writes into its directory.
 FILES += (PARENT, "metrics.sha256")
-"""Files that a run writes into its directory."""
 LOCK = ".lock"  # name of the file in a run directory that the training process locks
 
 
 PATHS = ("model.checkpoint", "cloning.dataset", "teacher", "initial_policy", "actor.model.path")
+# Options that are paths.
 PATHS += ("actor.tokenizer", "critic.model.path", "data.train", "data.eval", "reward.model.path")
-"""Options that are paths."""
+# Options that are FILE.py:NAME, or names that are no paths.
 SOURCES = ("model.network", "reward.grader")
-"""Options that are FILE.py:NAME, or names that are no paths."""
 
 
 def absolute(config: Config) -> Config:

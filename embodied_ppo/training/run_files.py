@@ -122,8 +122,8 @@ class Parent:
         return None
 
 
+# Entries of parent.json.
 PARENT_FIELDS = {"run": str, "relative": str, "update": int, "policy_sha256": str, "options": dict}
-"""Entries of parent.json."""
 
 
 def read_parent(run_dir: Path, *, follow_links: bool = True) -> Parent | None:

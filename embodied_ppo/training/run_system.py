@@ -83,15 +83,15 @@ class RunSystem(System, ABC):
         # Updates that the weights contain, and the experience trained on, in ``unit``.
         self.version = self.steps = 0
         self.result: Any = None  # ``Result`` of the last evaluation
+        # The last checkpoint of this run, saved after ``saved_update`` updates.
         self.saved: Path | None = None
-        """The last checkpoint of this run, saved after ``saved_update`` updates."""
         self.saved_update = -1
+        # Row of metrics of the loaded checkpoint of this run, which may not have been logged.
         self.pending_row: PendingRow | None = None
-        """Row of metrics of the loaded checkpoint of this run, which may not have been logged."""
+        # Called with the result of every evaluation.
         self.on_evaluation: Callable[[Any], None] = lambda result: None
-        """Called with the result of every evaluation."""
+        # Returns entries of the manifest that change while the run trains.
         self.session: Callable[[], Mapping[str, Any]] = dict
-        """Returns entries of the manifest that change while the run trains."""
 
     @abstractmethod
     def cpu_s(self) -> dict[str, float]:

@@ -30,14 +30,14 @@ from embodied_ppo.core.guarded_files import read_object, replace_file
 from embodied_ppo.options.schema import Config
 
 FILE = "trackers.json"  # file in the run directory: tracker -> {"id": id of the tracked run}
+# Project of W&B and experiment of MLflow where neither an option nor a variable names one.
 PROJECT = "embodied_ppo"
-"""Project of W&B and experiment of MLflow where neither an option nor a variable names one."""
 CLOSE_S = 60.0  # longest time that the end of a run waits for its trackers, seconds
 MAX_PENDING = 10_000  # number of calls that may wait for a tracker before it is switched off
+# Guards FILE, which all trackers of a run write.
 _FILE_LOCK = threading.Lock()
-"""Guards FILE, which all trackers of a run write."""
+# How a run has ended.
 Status = Literal["finished", "failed", "interrupted"]
-"""How a run has ended."""
 
 
 @dataclass(frozen=True)
@@ -194,10 +194,10 @@ class MlflowTracker:
 
 
 Tracker: TypeAlias = WandbTracker | MlflowTracker
+# Values of the option ``trackers`` -> class.
 TOOLS: Mapping[str, Callable[[], Tracker]] = {"wandb": WandbTracker, "mlflow": MlflowTracker}
-"""Values of the option ``trackers`` -> class."""
+# Module of a tool -> package to install.
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
-"""Module of a tool -> package to install."""
 
 
 # ------------------------------------------------------------------------------------- before a run
@@ -300,8 +300,8 @@ def start(
     return Trackers([_TrackerThread(tool, run, say) for tool, run in runs.items()])
 
 
+# A row, the end of the run, or a call.
 _Item = MetricsRow | Status | Callable[[Tracker], None]
-"""A row, the end of the run, or a call."""
 
 
 class _TrackerThread:

@@ -24,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = ["SIMULATORS", "ActionConverter", "EnvError", "ObservationReader", "Step"]
 __all__ += ["VectorEnv", "check_env", "make", "nearest"]
 
+# Module -> names of this package that it defines.
 _HOMES = {
     "factory": ("SIMULATORS", "make", "nearest"),
     "checks": ("check_env",),
@@ -31,7 +32,6 @@ _HOMES = {
     "adapters.spaces": ("ActionConverter",),
     "observation_reader": ("ObservationReader",),
 }
-"""Module -> names of this package that it defines."""
 
 register()
 

@@ -125,8 +125,8 @@ def check_env(env_or_factory: VectorEnv | Factory, *, steps: int = 200) -> Repor
     )
 
 
+# Attributes of ``VectorEnv`` without a default.
 _ATTRIBUTES = ("id", "num_envs", "obs_spec", "action_spec", "max_episode_steps", "device")
-"""Attributes of ``VectorEnv`` without a default."""
 
 
 def _random_actions(env: VectorEnv, steps: int) -> list[Tensor]:

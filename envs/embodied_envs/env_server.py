@@ -42,17 +42,17 @@ from gymnasium import spaces
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.server import serve
 
+# Name and version of the messages; the version changes with their meaning.
 PROTOCOL, VERSION = "embodied-envs", 1
-"""Name and version of the messages; the version changes with their meaning."""
 LOCAL = ("127.0.0.1", "localhost", "::1")
+# Time that clients have to close a connection, seconds.
 CLOSE_S = 2.0
-"""Time that clients have to close a connection, seconds."""
+# Largest size of a message, bytes.
 MAX_MESSAGE = 1 << 28
-"""Largest size of a message, bytes."""
+# What decoding raises for bytes that are no message.
 MALFORMED = (ValueError, TypeError, KeyError, OverflowError, SyntaxError)
-"""What decoding raises for bytes that are no message."""
+# Kinds of numpy dtypes that are sent.
 NUMBERS = "biuf"
-"""Kinds of numpy dtypes that are sent."""
 
 
 # ---------------------------------------------------------------------------------------- messages

@@ -36,10 +36,10 @@ SIMULATORS = ("auto", "mujoco", "warp")
 RENDER_MODES = ("rgb_array",)
 
 
+# Options of ``embodied_envs.make`` that are options here, too; all others are the task's.
 MAKE_OPTIONS = inspect.signature(embodied_envs.make).parameters.keys() - {
     *("id", "num_envs", "seeds", "kwargs", "render", "rebuild", "image_layout")
 }
-"""Options of ``embodied_envs.make`` that are options here, too; all others are the task's."""
 
 
 def _check_options(task: str, options: Mapping[str, Any]) -> None:
@@ -229,8 +229,8 @@ class TaskVectorEnv(_TaskSimulator, gymnasium.vector.VectorEnv):
                     " realism, and for tasks with carry_over; use same_step"
                 )
             self.worlds.autoreset = False
+        # bool [N], environments that the next step resets; used with next_step.
         self._ended = np.zeros(num_envs, dtype=bool)
-        """bool [N], environments that the next step resets; used with next_step."""
         self.num_envs, self.metadata = num_envs, self.metadata | {"autoreset_mode": mode}
         self._last_obs_info: dict[str, np.ndarray] | None = None  # None before the first reset
 

@@ -40,11 +40,11 @@ class ObservationReader:
         self._action_spec: ActionSpec = env.action_spec
         space = env.observation_space
         self._spaces = {} if space is None else spaces.flatten(space)
+        # Dimensions of one observation as the simulator returns it.
         self._dims = {
             name: len((self._spaces[name].shape or ()) if name in self._spaces else spec.shape)
             for name, spec in self._specs.items()
         }
-        """Dimensions of one observation as the simulator returns it."""
 
     def __call__(self, obs: Any) -> tuple[Obs, bool]:
         """Convert observations.

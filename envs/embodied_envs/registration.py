@@ -6,6 +6,8 @@ import gymnasium
 
 NAMESPACE = "embodied/"
 
+# env.id -> "module:Class" in ``tasks``, and ``max_episode_steps``. This module loads no task, and
+# no torch.
 OWN: dict[str, tuple[str, int]] = {
     "HalfCheetah": ("locomotion:HalfCheetah", 1000),
     "Hopper": ("locomotion:Hopper", 1000),
@@ -17,8 +19,6 @@ OWN: dict[str, tuple[str, int]] = {
     "Go1Rough": ("go1_rough:Go1Rough", 500),
     "Tabletop": ("tabletop:Tabletop", 100),
 }
-"""env.id -> "module:Class" in ``tasks``, and ``max_episode_steps``. This module loads no task, and
-no torch."""
 
 
 def gymnasium_id(name: str) -> str:

@@ -31,19 +31,19 @@ from embodied_envs.types import VectorEnv
 
 NAME = "tabletop-bench"
 FAMILIES = ("reach", "touch", "lift", "push", "put", "stack")
+# Families whose sentences name two objects; the others have no unseen combination.
 PAIRS = ("push", "put", "stack")
-"""Families whose sentences name two objects; the others have no unseen combination."""
 UNSEEN_COLOUR = "yellow"
 CAMERA, IMAGE_SIZE = "front", 64
+# Episodes of each measurement.
 EPISODES = 256
-"""Episodes of each measurement."""
+# Environments that are simulated together.
 NUM_ENVS = 64
-"""Environments that are simulated together."""
+# Simulator seed of the first episode. Seeds of training are smaller than TRAINING_SEEDS. The same
+# episodes are those of ``embodied-ppo evaluate`` with seed 16128.
 FIRST_SEED = TRAINING_SEEDS + 0x3F000000
-"""Simulator seed of the first episode. Seeds of training are smaller than TRAINING_SEEDS. The same
-episodes are those of ``embodied-ppo evaluate`` with seed 16128."""
+# Distance between the first seeds of two measurements.
 SEEDS_PER_MEASUREMENT = 1 << 16
-"""Distance between the first seeds of two measurements."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Condition:
     ranges: Mapping[str, tuple[float, float]] | None = None
 
 
+# Name -> condition. Each condition is one measurement over its families, except "train", in which
+# each family is a separate measurement; see ``MEASUREMENTS``.
 CONDITIONS: dict[str, Condition] = {
     "train": Condition("sentences of the training"),
     "unseen_wording": Condition("other words for the same tasks", "unseen_wording"),
@@ -82,21 +84,19 @@ CONDITIONS: dict[str, Condition] = {
         ranges={"light": (0.5, 1.5), "colour": (-0.1, 0.1)},
     ),
 }
-"""Name -> condition. Each condition is one measurement over its families, except "train", in which
-each family is a separate measurement; see ``MEASUREMENTS``."""
 
+# Name of a measurement -> condition of its episodes.
 MEASUREMENTS: dict[str, Condition] = {
     **{f"train/{name}": Condition(f"{name}, training", families=(name,)) for name in FAMILIES},
     **{name: c for name, c in CONDITIONS.items() if name != "train"},
 }
-"""Name of a measurement -> condition of its episodes."""
 
+# Observation of N environments: "image" uint8 [N, 3, 64, 64]; "state" float32 [N, 12] (positions of
+# the tool and the fingers and their targets in m, velocity of the tool in m/s); "instruction", a
+# list of N sentences.
 Observation: TypeAlias = "dict[str, Any]"
-"""Observation of N environments: "image" uint8 [N, 3, 64, 64]; "state" float32 [N, 12] (positions
-of the tool and the fingers and their targets in m, velocity of the tool in m/s); "instruction", a
-list of N sentences."""
+# Function that maps an observation to actions in [-1, 1]: [N, 4], or [N, C, 4] with chunks.
 BenchPolicy: TypeAlias = Callable[[Observation], Any]
-"""Function that maps an observation to actions in [-1, 1]: [N, 4], or [N, C, 4] with chunks."""
 
 
 # ---------------------------------------------------------------------------------------- simulator

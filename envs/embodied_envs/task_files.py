@@ -22,17 +22,17 @@ from embodied_envs import tasks
 from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, join_names
 from embodied_envs.file_references import files_named_in_source, files_named_in_xml, imports
 
+# Limit of all copies in a run directory, bytes. Sources and XML are copied first; the files beyond
+# it only have a hash.
 MAX_COPIED_BYTES = 64 << 20
-"""Limit of all copies in a run directory, bytes. Sources and XML are copied first; the files beyond
-it only have a hash."""
+# A larger file is compared by its size, not by its contents.
 MAX_HASHED_BYTES = 256 << 20
-"""A larger file is compared by its size, not by its contents."""
+# Limit of the number of files of one task.
 MAX_FILES = 2000
-"""Limit of the number of files of one task."""
 MANIFEST = "manifest.json"
 
+# Reports a line to the user.
 Say = Callable[[str], None]
-"""Reports a line to the user."""
 
 
 @dataclass(frozen=True)

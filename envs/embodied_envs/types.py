@@ -25,13 +25,13 @@ from embodied_envs.base.errors import EnvError
 from embodied_envs.base.images import ImageLayout, decide
 from embodied_envs.base.observation_names import ACTION_MASK
 
+# One tensor, or a flat dictionary of tensors, with equal leading dimensions.
 Obs: TypeAlias = "Tensor | dict[str, Tensor]"
-"""One tensor, or a flat dictionary of tensors, with equal leading dimensions."""
+# Value of ``max_episode_steps`` for episodes without a time limit.
 NO_LIMIT = 2**31 - 1
-"""Value of ``max_episode_steps`` for episodes without a time limit."""
+# Magnitude above which neighbours in float32 are more than 0.001 apart. Observations in float64
+# keep their type if they may be larger.
 COARSE = 8192.0
-"""Magnitude above which neighbours in float32 are more than 0.001 apart. Observations in float64
-keep their type if they may be larger."""
 
 
 # ------------------------------------------------------------------------------------------- spaces
@@ -41,8 +41,8 @@ class ArraySpec:
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
+    # How it is read as an image; None: as ``images.decide`` decides for bytes, else a vector.
     image: ImageLayout | None = field(default=None, compare=False)
-    """How it is read as an image; None: as ``images.decide`` decides for bytes, else a vector."""
 
     @property
     def layout(self) -> ImageLayout | None:
@@ -202,8 +202,8 @@ class EnvInfo:
     has_levels: bool = False
 
 
+# Attributes of ``VectorEnv`` that ``EnvInfo`` contains.
 _DESCRIBED = [f.name for f in fields(EnvInfo) if f.name not in ("counts_unstable", "has_levels")]
-"""Attributes of ``VectorEnv`` that ``EnvInfo`` contains."""
 
 
 class VectorEnv(ABC):
@@ -212,8 +212,8 @@ class VectorEnv(ABC):
     The first attributes have no default. The others describe what only some simulators have.
     """
 
+    # Number of environments, N.
     num_envs: int
-    """Number of environments, N."""
     id: str
     obs_spec: ObsSpec
     action_spec: ActionSpec
@@ -222,22 +222,22 @@ class VectorEnv(ABC):
     step_s: float | None = None
     task_names: tuple[str, ...] = ()
     instructions: tuple[str, ...] = ()
+    # For the attributes from ``id`` on see ``EnvInfo``.
     gripper_closes: float | None = None
-    """For the attributes from ``id`` on see ``EnvInfo``."""
+    # Gymnasium's space of one observation, or a dictionary of spaces; None for our own tasks.
     observation_space: Any = None
-    """Gymnasium's space of one observation, or a dictionary of spaces; None for our own tasks."""
+    # Gymnasium's space of one action; None for our own tasks.
     action_space: Any = None
-    """Gymnasium's space of one action; None for our own tasks."""
+    # Maps the policy's actions to the simulator's.
     to_simulator: Callable[[Tensor], Any] = staticmethod(lambda action: action)
-    """Maps the policy's actions to the simulator's."""
+    # Physics steps of one step where the simulator can delay the control by some of them.
     physics_steps: int | None = None
-    """Physics steps of one step where the simulator can delay the control by some of them."""
+    # Whether a step renders images; some simulators can omit it.
     cameras_enabled = True
-    """Whether a step renders images; some simulators can omit it."""
+    # Whether there is ``truncate_next``; if not, callers use ``reset_where`` after the step.
     can_truncate = False
-    """Whether there is ``truncate_next``; if not, callers use ``reset_where`` after the step."""
+    # Whether ``send`` and ``receive`` are the halves of a step, which runs in the meantime.
     is_asynchronous = False
-    """Whether ``send`` and ``receive`` are the halves of a step, which runs in the meantime."""
 
     @property
     def info(self) -> EnvInfo:

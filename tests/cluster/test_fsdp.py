@@ -48,11 +48,11 @@ from tests.ppo.test_robot_actor_ranks import merged
 pytestmark = pytest.mark.slow
 T, N, TIMEOUT_S = 2, 8, 120
 UPDATES = 2
+# Modules that take seconds to import.
 MODELS = [
     f"transformers.models.{name}.modeling_{name}"
     for name in ("dinov2_with_registers", "llama", "pi0")
 ]
-"""Modules that take seconds to import."""
 
 
 # ---------------------------------------------------------------------------------------- processes
@@ -275,10 +275,10 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 FOR_FOUR = ("mlp, everything", "tokens, reference", "openvla, adapters, reference", "pi0")
+# DTensor takes a second per process for each list of shapes that it clips for the first time.
 UNCLIPPED: dict[str, Any] = {"max_grad_norm": None}
-"""DTensor takes a second per process for each list of shapes that it clips for the first time."""
+# World size -> a case with a policy over tokens, all of whose parameters are trained.
 TOKENS = {2: "tokens", 4: "tokens, reference"}
-"""World size -> a case with a policy over tokens, all of whose parameters are trained."""
 
 
 def with_world_sizes(two: Iterable[str], four: Iterable[str]) -> Any:
@@ -461,8 +461,8 @@ def test_one_rank_can_act_alone_with_gathered_weights(processes: Processes, fold
     assert torch.equal(log_prob, d.log_prob)
 
 
+# With one minibatch, results do not depend on the number of ranks.
 ONE: dict[str, Any] = UNCLIPPED | {"global_batch_size": T * N, "use_kl_loss": True}
-"""With one minibatch, results do not depend on the number of ranks."""
 
 
 def resumed_states(

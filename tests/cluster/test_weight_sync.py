@@ -154,12 +154,12 @@ def test_receiver_has_read_the_buffer_before_the_sender_writes_again(monkeypatch
 
 
 # --------------------------------------------------------------------------------------- transports
+# Transports of the weights -> the placement that they are tested in.
 PLACEMENTS: dict[tuple[str, ...], dict[str, Any]] = {
     ("share",): {"env,rollout,actor": "0-1"},
     ("ipc",): {"env,rollout": "0-1", "actor": "0-1"},
     ("broadcast", "store"): {"env,rollout": "0-1", "actor": "2-3"},
 }
-"""Transports of the weights -> the placement that they are tested in."""
 
 
 @pytest.mark.slow

@@ -32,8 +32,8 @@ TINY = run_helpers.words("""experiment=cartpole env.num_envs=4 algorithm.horizon
     evaluation.num_envs=1 device=cpu""")
 
 
+# Options of experiment=gsm8k_qwen2_5_0_5b that the user must set.
 GSM8K = ["actor.model.path", "data.eval", "data.train"]
-"""Options of experiment=gsm8k_qwen2_5_0_5b that the user must set."""
 
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -88,8 +88,8 @@ def values(rows: dict[str, dict[str, Any]], *paths: str) -> list[Any]:
     return [rows[path]["value"] for path in paths]
 
 
+# Largest number of CPU seconds of a refusal. The first ones import torch (2 s) and Ray (1 s).
 LONGEST_REFUSAL_S = 8.0
-"""Largest number of CPU seconds of a refusal. The first ones import torch (2 s) and Ray (1 s)."""
 
 
 def cpu_of_children() -> float:
@@ -439,8 +439,8 @@ def test_experiments_lists_shipped_and_user_experiments(capsys, user_configs: Pa
 
 
 HELP = ("--help", "--version", "train --help", "evaluate --help", "experiments")
+# Command line -> part of its refusal, "" for help and lists, which load Hydra neither.
 BEFORE_TORCH: dict[str, str] = {**dict.fromkeys(HELP, ""), **tables(__file__)["before_torch"]}
-"""Command line -> part of its refusal, "" for help and lists, which load Hydra neither."""
 
 
 @pytest.mark.slow
@@ -602,8 +602,8 @@ def test_interrupt_saves_and_exits_130() -> None:
     assert "Traceback" not in err and any(Path("run/checkpoints").glob("step_*"))
 
 
+# A value that does not fit in a message.
 LONG = "x" * 700
-"""A value that does not fit in a message."""
 HINTS = [
     (f"train run_dir={LONG}", "shorten the path"),
     (f"train env.num_envs={'9' * 900}", "env.num_envs"),

@@ -287,6 +287,7 @@ def playlist(folder: Path) -> None:
     )
 
 
+# Name -> function that damages a folder, and what the message must name.
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no info": (lambda f: (f / "meta/info.json").unlink(), r"info\.json"),
     "version": (lambda f: info(f, codebase_version="v1.6"), r"codebase_version.*v1\.6.*v3\.0"),
@@ -309,7 +310,6 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a deep template": (lambda f: info(f, data_path="{chunk_index.__class__}"), "__class__"),
     "endless": (lambda f: rewrite_table(f, EPISODES, setting(0, length=2**50)), "GiB"),
 }
-"""Name -> function that damages a folder, and what the message must name."""
 
 
 @pytest.fixture(scope="module")

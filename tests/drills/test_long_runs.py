@@ -22,8 +22,8 @@ from tests.integration.test_resume import assert_same, contents, state_of
 
 ROOT = Path(__file__).resolve().parents[2]
 UPDATES = int(os.environ.get("LONG_RUN_UPDATES", "40"))
+# Updates between checkpoints; there are evaluations half as often.
 EVERY = max(4, UPDATES // 1000)
-"""Updates between checkpoints; there are evaluations half as often."""
 COMMON = f"threads=1 device=cpu compile=never save_every={EVERY} eval_every={2 * EVERY}"
 ROBOT = f"""{COMMON} env_steps=null env.num_threads=1 evaluation.video_episodes=0
     evaluation.episodes=2 algorithm.update_epoch=2"""
@@ -49,8 +49,8 @@ if UPDATES > 40:  # shorter ones with Ray are in test_placement_failures.py
     CASES["robot-ray"] = FAMILIES["robot"] + RAY + "hybrid"
     CASES["vla-ray"] = FAMILIES["vla"] + RAY + "hybrid"
     CASES["language-ray"] = FAMILIES["language"] + RAY + "disaggregated"
+# Exit codes after a kill, a full disk and a lost worker; other runs replace the worker.
 RESTARTS = {"robot-local": "-9 3 3", "vla-local": "-9 3 3"}
-"""Exit codes after a kill, a full disk and a lost worker; other runs replace the worker."""
 
 # Spawned graders import the main module again if it is a file.
 START = "from tests.drills import disturbed_training; disturbed_training.start()"

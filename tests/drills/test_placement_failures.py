@@ -238,8 +238,8 @@ IMAGES: dict[str, Any] = run_helpers.options("""env.id=Pong-v5 env.num_envs=4
 IMAGES |= {"env.kwargs": {"img_height": 168, "img_width": 168}}
 # Convolutions would take longer than everything else.
 IMAGES |= {"model.network": f"{ROOT / 'scripts/examples/own_network.py'}:Residual"}
+# Options with 87 MB of images per update.
 IMAGES |= {"model.network_options": {"width": 8}}
-"""Options with 87 MB of images per update."""
 
 
 @pytest.fixture

@@ -15,13 +15,13 @@ from embodied_envs.adapters.envpool_env import EnvPoolEnv
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
 from embodied_envs.physics.mujoco_env import MujocoEnv
 
+# Task of this package -> ids of EnvPool with the same model, observation, reward and end. In
+# Hopper-v4 a fall has a reward that is 1 higher.
 EQUAL: dict[str, tuple[str, ...]] = {
     "HalfCheetah": ("HalfCheetah-v5", "HalfCheetah-v4", "HalfCheetah-v3"),
     "Hopper": ("Hopper-v5", "Hopper-v4"),
     "Walker2d": ("Walker2d-v5",),
 }
-"""Task of this package -> ids of EnvPool with the same model, observation, reward and end. In
-Hopper-v4 a fall has a reward that is 1 higher."""
 PLANAR = [
     (own, id)
     for own in ("HalfCheetah", "Hopper", "Walker2d")

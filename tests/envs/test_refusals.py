@@ -15,6 +15,7 @@ GYMNASIUM = {"simulator": "gymnasium"}
 TORCH = {"simulator": "torch"}
 
 
+# Environment, options of ``make``, and what the message must name in this order.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *tables(__file__)["refused"],
     ("PandaPickCube-v1", {"num_envs": 20_000, "seeds": list(range(20_000))}, "num_envs.*20000.*GB"),
@@ -24,7 +25,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "glide",
     ),
 ]
-"""Environment, options of ``make``, and what the message must name in this order."""
 
 
 @pytest.mark.parametrize(

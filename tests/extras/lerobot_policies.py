@@ -47,8 +47,8 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 VOCABULARY = 300
+# Statistics of each number of states and actions.
 KINDS = ("mean", "std", "q01", "q99")
-"""Statistics of each number of states and actions."""
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
@@ -193,6 +193,7 @@ def write_actions(folder: Path, policy: Any, preprocess: Any, postprocess: Any) 
     save_file({"action": postprocess(actions).float().contiguous()}, folder / "actions.safetensors")
 
 
+# Name -> lerobot's classes of the configuration and the policy, and fields of small images.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "pi0": (
         configuration_pi0.PI0Config,
@@ -210,7 +211,6 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"resize_imgs_with_padding": (16, 16), "num_vlm_layers": 4},
     ),
 }
-"""Name -> lerobot's classes of the configuration and the policy, and fields of small images."""
 
 
 def main() -> None:

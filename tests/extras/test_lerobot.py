@@ -35,9 +35,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 Lerobot: TypeAlias = "Callable[[str, Path], Tensor]"
+# Rows, actions of the model's horizon, its padded dimensions, action dimensions, numbers of a
+# state.
 B, H, N, A, STATE = 3, 6, 8, 4, 5
-"""Rows, actions of the model's horizon, its padded dimensions, action dimensions, numbers of a
-state."""
 SPEC: ObsSpec = {
     "state": ArraySpec((STATE,)),
     "front": ArraySpec((3, 24, 32), torch.uint8),
@@ -158,6 +158,7 @@ def largest_difference(actions: Tensor, expected: Tensor) -> float:
 
 
 MEAN_STD = {"VISUAL": "IDENTITY", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
+# Options of lerobot, options of ours, and tolerance relative to the largest action.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "both embed_tokens and lm_head": ({}, {}, 1e-5),
     "lm_head only": ({"unused": "paligemma.model.language_model.embed_tokens"}, {}, 1e-5),
@@ -169,7 +170,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "adapter of lerobot and peft": ({"peft": {"r": 4, "lora_alpha": 6}}, {}, 1e-5),
     "bfloat16": ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}, 1e-2),
 }
-"""Options of lerobot, options of ours, and tolerance relative to the largest action."""
 
 
 @pytest.mark.parametrize(

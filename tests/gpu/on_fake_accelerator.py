@@ -46,6 +46,7 @@ from tests.policies.vla import test_trunk as small_vla
 from tests.ppo import test_language_actor as language
 from tests.ppo import test_robot_actor as robot
 
+# Upper bounds. Lower a bound when the code needs less; raise it only for a stated reason.
 BUDGETS = {
     # Operations with a kernel in one decode step of 3 layers, by sampler, without fusion.
     # ``test_decode_model`` has the bounds of fused kernels in a model of 24 layers.
@@ -65,7 +66,7 @@ BUDGETS = {
     "minibatch of a language model, cut by length": 1,
     "update of a language model, before and after its minibatches": 3,
 }
-"""Upper bounds. Lower a bound when the code needs less; raise it only for a stated reason."""
+# Where two runs on one GPU may differ, and operation -> why, and what would prevent it.
 UNORDERED = {
     "elsewhere convolution_backward": "torch.backends.cudnn.deterministic selects other algorithms",
     **dict.fromkeys(
@@ -78,7 +79,6 @@ UNORDERED = {
         "the gradient of fused attention adds atomically; torch.use_deterministic_algorithms",
     ),
 }
-"""Where two runs on one GPU may differ, and operation -> why, and what would prevent it."""
 found = set[str]()  # of ``UNORDERED``
 
 

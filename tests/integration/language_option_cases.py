@@ -35,13 +35,14 @@ from tests.integration.option_cases import (
     without_needs,
 )
 
+# Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the tests'
+# cache.
 FILES = Path(os.environ.get("EMBODIED_PPO_CACHE", tempfile.gettempdir())) / "options_language"
-"""Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the
-tests' cache."""
 ARCHITECTURE: dict[str, Any] = run_helpers.options("""model_type=qwen2 vocab_size=24
     hidden_size=16 num_hidden_layers=1 num_attention_heads=2 num_key_value_heads=1
     intermediate_size=32 max_position_embeddings=64 tie_word_embeddings=true pad_token_id=0
     bos_token_id=1 eos_token_id=[2,20,21,22,23]""")
+# An untrained model whose responses have different lengths and scores.
 BASE: dict[str, Any] = {
     "mode": "reasoning",
     "updates": 3,
@@ -53,7 +54,6 @@ BASE: dict[str, Any] = {
         rollout_batch_size=8 global_batch_size=4 update_epoch=2 lr=0.01"""),
     "evaluation": {"episodes": 8},
 }
-"""An untrained model whose responses have different lengths and scores."""
 EVEN = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     even = sum(c in "02468" for c in solution_str)
@@ -64,13 +64,13 @@ def other(data_source, solution_str, ground_truth, extra_info):
     return sum(c in "13579" for c in solution_str)
 """
 
+# Files instead of a task; their tokenizer has a chat template.
 PROMPTS: dict[str, Any] = {
     "data.task": None,
     "data.train": [str(FILES / "train.jsonl")],
     "data.eval": [str(FILES / "eval.jsonl")],
     "actor.tokenizer": str(FILES / "tokenizer"),
 }
-"""Files instead of a task; their tokenizer has a chat template."""
 GROUPS = {"algorithm.group_size": 2}
 SAMPLED = {"evaluation.deterministic": False}
 
@@ -115,10 +115,10 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "reward.grader": (f"{FILES / 'even.py'}:other", {}),
     "reward.model.path": (str(FILES / "reward"), {}),
 }
+# Options for experience that an older policy made -> rollouts between acting and learning.
 LAG: dict[str, int] = {
     f"algorithm.{x}": 1 for x in ("off_policy_correction", "off_policy_cap", "recompute_log_probs")
 }
-"""Options for experience that an older policy made -> rollouts between acting and learning."""
 
 REPORTED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "data.eval": ([str(FILES / "more.jsonl")], PROMPTS, "eval/return"),
@@ -251,6 +251,7 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "data.chat_template": (("always", "never"), PROMPTS),
     "reward.grader": (("auto", "exact"), {}),
 }
+# Values that are the same by definition.
 SAME = {
     "algorithm.adv_type": [  # equal where normalize_advantages is equal
         ("dr_grpo", "reinforce_plus_plus_baseline"),
@@ -259,7 +260,6 @@ SAME = {
     "algorithm.kl_loss_type": [("k2", "k2+")],  # + is the gradient of k2
     "reward.grader": [("auto", "exact")],  # arithmetic's grader compares responses unchanged
 }
-"""Values that are the same by definition."""
 
 
 CASES = OptionCases(

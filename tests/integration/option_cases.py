@@ -13,10 +13,10 @@ import run_helpers
 
 from embodied_ppo.options.schema import Config, Mode
 
+# Metrics of each update of a training run.
 Rows = list[dict[str, float]]
-"""Metrics of each update of a training run."""
+# Options under which an option is read, set in both runs of a comparison.
 Needs = dict[str, Any]
-"""Options under which an option is read, set in both runs of a comparison."""
 
 IN_REWARD = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 1.0}
 ADAPTIVE_KL = {**IN_REWARD, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_penalty": "k2"}
@@ -28,6 +28,7 @@ def without_needs(text: str) -> dict[str, tuple[Any, Needs]]:
     return {path: (value, {}) for path, value in run_helpers.options(text).items()}
 
 
+# Entries of ``OptionCases.changes`` that are the same in both modes.
 SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
     **without_needs("""algorithm.adv_type=reinforce_plus_plus algorithm.gamma=0.5
         algorithm.gae_lambda=0.5
@@ -65,7 +66,6 @@ SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
     "algorithm.lr_end": (0.5, {"algorithm.lr_schedule": "cosine"}),
     "algorithm.desired_kl": (1e-6, {"algorithm.lr_schedule": "adaptive"}),
 }
-"""Entries of ``OptionCases.changes`` that are the same in both modes."""
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,14 @@ from tests.integration.option_cases import (
 POINT = {"env.id": "toy_envs:toy_envs/Point-v0", "env.num_threads": 0}
 FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8}
 PICTURES = {"env.id": "Pong-v5", **FEW}
+# A task that ends within a rollout.
 FALLING = {"env.id": "CartPole-v1", "algorithm.horizon": 32}
-"""A task that ends within a rollout."""
+# A task of our own with a camera and with ranges for its model.
 BALANCE = {"env.id": "toy_envs:Balance", "env.num_threads": 1}
-"""A task of our own with a camera and with ranges for its model."""
+# A robot that can be pushed, with control steps of 1 s.
 DRIFTER = {"env.id": "toy_envs:Drifter", "env.num_threads": 1, "env.kwargs": {"decimation": 100}}
-"""A robot that can be pushed, with control steps of 1 s."""
+# A robot with a left and a right side.
 WALKING = {"env.id": "Go1Joystick", "env.num_threads": 1}
-"""A robot with a left and a right side."""
 CAMERA = {**BALANCE, "env.cameras": ["eye"], "env.image_size": 40}
 TOKENS = CAMERA | run_helpers.options(
     "env.action_chunk=2 model.policy=token model.width=16 model.bins=8"
@@ -59,10 +59,10 @@ NETWORK = f"{Path(__file__).resolve().parents[2] / 'scripts/examples/own_network
 COLUMNS = {"algorithm.minibatch_unit": "column"}
 RECURRENT = {**COLUMNS, "model.recurrent": "gru", "model.recurrent_size": 4}
 CHUNKS = {"env.action_chunk": 2}
+# Groups whose members may succeed or fail.
 SUCCESSES = POINT | run_helpers.options(
     "env.restart_each_rollout=true algorithm.adv_type=grpo algorithm.group_size=2"
 )
-"""Groups whose members may succeed or fail."""
 
 CURIOUS = {"algorithm.curiosity.weight": 1.0}
 
@@ -150,8 +150,8 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "algorithm.entropy_type": ("token_level", {"algorithm.entropy_bonus": 0.1}),
     "algorithm.reward_type": ("action_level", CHUNKS),
 }
+# Options for experience that an older policy made -> rollouts between acting and learning.
 LAG = {"algorithm.off_policy_correction": 1}
-"""Options for experience that an older policy made -> rollouts between acting and learning."""
 
 UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "env.num_threads": (2, {}, "speed only: environments are independent"),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# Packages that only some runs need.
 ABSENT = ("envpool", "imageio_ffmpeg", "ray", "tensorboard")
-"""Packages that only some runs need."""
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,7 @@ def run(python: Path, *command: str, cwd: Path) -> str:
 
 
 COMMON = ["compile=never", "device=cpu", "threads=1", "updates=1", "algorithm.update_epoch=1"]
+# Run directory -> options of a run: a task of our own, and a language model with its critic.
 RUNS = {
     "robot": [
         *("env.id=Hopper", "env.simulator=mujoco", "env.num_envs=2", "env.max_episode_steps=4"),
@@ -58,7 +59,6 @@ RUNS = {
         "evaluation.episodes=4",
     ],
 }
-"""Run directory -> options of a run: a task of our own, and a language model with its critic."""
 
 
 @pytest.mark.slow

@@ -24,21 +24,21 @@ SMALL_CLONING = [
     f"cloning.{x}" for x in ("steps=2", "foresight_steps=2", "episodes=8", "batch_size=4")
 ]
 NEEDS_FILES = {"gsm8k_qwen2_5_0_5b", "openvla_7b", "openvla_oft", "pi0_tabletop", "pi0_libero"}
+# Experiments without shipped weights and data; other tests use small ones.
 NEEDS_FILES |= {"pi05_libero", "smolvla_libero", "libero_vla"}
-"""Experiments without shipped weights and data; other tests use small ones."""
+# Experiments of policies with instructions, which clone first.
 INSTRUCTED = {f"tabletop_{x}" for x in ("token", "flow", "gaussian")}
-"""Experiments of policies with instructions, which clone first."""
 SUCCESS = INSTRUCTED | {"metaworld", "mt10", "go1_joystick", "go1_rough", "go1_privileged"}
+# Experiments whose task reports success.
 SUCCESS |= {"panda_pick_cube", "tabletop_pixels", "tabletop_push", "tabletop_reach"}
-"""Experiments whose task reports success."""
+# Experiments that differ from the one they extend only in sizes, for thousands of worlds.
 GPU = ("ant_gpu", "go1_gpu", "panda_gpu", "tabletop_gpu")
-"""Experiments that differ from the one they extend only in sizes, for thousands of worlds."""
+# Experiments that differ from the one they extend in numbers or in the task's options only.
 NUMBERS = {
     *("bench_ant", "bench_classic", "bench_wide", "go1_blind", "go1_friction", "scratchpad"),
     *("tabletop_bench", "tabletop_privileged", "tabletop_token_push", "tabletop_token_put"),
     "walker2d_positions",
 }
-"""Experiments that differ from the one they extend in numbers or in the task's options only."""
 
 
 def mode(name: str) -> str:

@@ -9,8 +9,8 @@ import pytest
 from run_helpers import page_commands, run_block, tables
 
 ROOT = Path(__file__).resolve().parents[2]
+# Page -> text of a command -> options that are added behind it, to make it short.
 SHORT: dict[str, dict[str, str]] = tables(__file__)["short"]
-"""Page -> text of a command -> options that are added behind it, to make it short."""
 
 
 @pytest.mark.slow

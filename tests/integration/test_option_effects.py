@@ -56,8 +56,8 @@ from tests.integration.test_options import files  # noqa: F401
 REFUSALS = (CheckpointError, ConfigError, EnvError, PlacementError)
 CPU = torch.device("cpu")
 MORE_PROMPTS = language_option_cases.FILES / "more.jsonl"
+# Runs and reports; removed with the cache of the tests.
 FOLDER = Path(os.environ.get("EMBODIED_PPO_CACHE", "/tmp")) / "option_effects"
-"""Runs and reports; removed with the cache of the tests."""
 
 
 # ---------------------------------------------------------------------------------------- observers
@@ -69,10 +69,10 @@ def observed(observe: Callable[[str, Any], Any], option: str, value: Any) -> Any
         return f"refused: {error}"
 
 
+# Options of a run of about half a second.
 TRAIN = run_helpers.options("""env.id=toy_envs:Balance env.num_envs=2 env.max_episode_steps=6
     algorithm.horizon=4 algorithm.global_batch_size=8 algorithm.update_epoch=1
     evaluation.episodes=2 compile=never device=cpu updates=3""")
-"""Options of a run of about half a second."""
 
 
 @cache
@@ -367,8 +367,8 @@ def recorded_env(option: str, value: Any) -> Any:
 
 
 # ------------------------------------------------------------------------------------------- tables
+# Two values of an option, and the function of option and value whose results differ.
 Effect = tuple[Any, Any, Callable[[str, Any], Any]]
-"""Two values of an option, and the function of option and value whose results differ."""
 RECOMPUTED = {"algorithm.recompute_log_probs": True}
 ROLES = "env,rollout,actor"
 AT_LABEL = {"cluster.component_placement": {ROLES: {"node": "sim", "devices": 0}}}
@@ -436,6 +436,7 @@ EFFECTS: dict[str, Effect] = {
     "demos env.num_threads": (1, 3, recorded_env),
 }
 CLONING = ("steps", "dataset", "episodes", "foresight_steps", "batch_size", "lr", "shuffle_buffer")
+# Test that compares two values -> the options.
 ELSEWHERE = {
     "training/test_pipelined_system.py": ["pipeline"],
     "training/test_trackers.py": ["trackers"],
@@ -466,7 +467,6 @@ ELSEWHERE = {
     "policies/vla/test_pretrained.py": ["export lora"],
     "programs/test_language.py": ["evaluate model", "evaluate grader"],
 }
-"""Test that compares two values -> the options."""
 DEMOS_UNREAD = [
     f"demos {path}"
     for path in loader.describe(DemosConfig)

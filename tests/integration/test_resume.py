@@ -295,13 +295,13 @@ class Killed(BaseException):
     """Ends a run without error handlers, like kill -9."""
 
 
+# Functions that save, evaluate and log an update; a test ends the run before each of them.
 STEPS_OF_A_TRANSACTION = (
     *((checkpoint, name) for name in ("_write", "_point", "_prune", "set_score")),
     *((RunSystem, name) for name in ("save", "evaluate")),
     (Log, "metrics"),
     (FileWriter, "add_summary"),
 )
-"""Functions that save, evaluate and log an update; a test ends the run before each of them."""
 
 
 def kill_at(moment: int, update: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -22,8 +22,8 @@ SMALL = (
     "env.num_envs=4 env_steps=512 algorithm.horizon=64 algorithm.global_batch_size=64"
     " evaluation.episodes=2"
 )
+# Options that are added to each training.
 SMALL += " compile=never"
-"""Options that are added to each training."""
 COMMANDS = {"embodied-ppo": "-m embodied_ppo.commands.main", "python": ""}
 
 

@@ -20,12 +20,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
+# Folder of the checkout -> folder of the wheel.
 INSTALLED = {
     "embodied_ppo": "embodied_ppo",
     "configs": "embodied_ppo/configs",
     "envs/embodied_envs": "embodied_envs",
 }
-"""Folder of the checkout -> folder of the wheel."""
 TRASH = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
 
 

@@ -23,8 +23,8 @@ PUBLISHED = {**TOKENS, "model.checkpoint": "x"}
 FLOW = {"model.policy": "flow"}
 CLONING = {**TOKENS, "cloning.steps": 3}
 LANGUAGE: dict[str, Any] = {"mode": "reasoning", "updates": 1, "algorithm.loss_type": "actor"}
+# The options that mode=reasoning requires.
 LANGUAGE |= {"data.task": "arithmetic", "actor.model.architecture": {"model_type": "qwen2"}}
-"""The options that mode=reasoning requires."""
 
 
 def get(config: Any, path: str) -> Any:
@@ -382,8 +382,8 @@ def test_component_placement(placement: dict[str, Any], message: str | None) -> 
 
 
 # ------------------------------------------------------------------------------------------ aliases
+# Every alias of OPTIONS.md -> a value that is not the default, and what it sets.
 OPTIONS_MD: dict[str, tuple[Any, list[str]]] = tables(__file__)["options_md"]
-"""Every alias of OPTIONS.md -> a value that is not the default, and what it sets."""
 
 
 @pytest.mark.parametrize("alias", OPTIONS_MD)

@@ -30,8 +30,8 @@ def test_compatible_options_are_accepted(flat: dict[str, Any]) -> None:
     loader.load(Config, nested(flat))
 
 
+# Option -> a value, options with which it is not read, options with which it is read.
 UNREAD: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = TABLES["unread"]
-"""Option -> a value, options with which it is not read, options with which it is read."""
 
 
 @pytest.mark.parametrize("path", UNREAD)

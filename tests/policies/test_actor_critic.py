@@ -287,11 +287,11 @@ def test_refused_specs_and_options(spec, actions, options, message):
 
 
 # ------------------------------------------------------------------------- observations of a critic
+# The critic alone reads the joints of the spec "dict".
 GROUPS: dict[str, Any] = {
     "actor_obs": ["goal", "camera"],
     "critic_obs": ["joints", "goal", "camera"],
 }
-"""The critic alone reads the joints of the spec "dict"."""
 
 
 def grouped(**options: Any) -> ActorCritic:

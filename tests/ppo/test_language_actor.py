@@ -28,8 +28,8 @@ from tests.ppo.test_compiled_step import eager_step, parameter_names
 
 T, N = 6, 8
 PROMPT = [3, 5, 2, 4, 3, 5, 2, 4]
+# Tokens of each prompt and response.
 LENGTH = [6, 1, 4, 2, 3, 6, 5, 1]
-"""Tokens of each prompt and response."""
 BASE = AlgorithmConfig(
     gamma=0.99,
     gae_lambda=0.9,

@@ -27,8 +27,8 @@ from embodied_ppo.programs import compilation
 from embodied_ppo.rollout.simulation import Rollout
 
 T, N, C, A, OBS = 4, 3, 3, 2, 5
+# One optimiser step on the complete rollout, so that a test can compute its gradient.
 STEP = {"normalize_advantages": False, "max_grad_norm": None, "update_epoch": 1}
-"""One optimiser step on the complete rollout, so that a test can compute its gradient."""
 
 
 def make_learner(options: dict[str, Any], *, values: int = C, samples: int = T * N) -> PPO:
@@ -298,6 +298,7 @@ RECOMPUTED = {
 }
 
 
+# The options of PPO on RLinf's page about embodied tasks.
 BLOCK = """
 # @package _global_
 algorithm: {normalize_advantages: True, group_size: 1, adv_type: gae, loss_type: actor_critic,
@@ -305,7 +306,6 @@ algorithm: {normalize_advantages: True, group_size: 1, adv_type: gae, loss_type:
   logprob_forward_micro_batch_size: 16, entropy_bonus: 0, clip_ratio_high: 0.2,
   clip_ratio_low: 0.2, value_clip: 0.2, gamma: 0.99, gae_lambda: 0.95, huber_delta: 10.0}
 """
-"""The options of PPO on RLinf's page about embodied tasks."""
 
 
 def test_rlinf_options_train_unchanged(tmp_path, monkeypatch) -> None:

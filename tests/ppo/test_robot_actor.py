@@ -29,13 +29,13 @@ from embodied_ppo.ppo.rewards import ReturnScaler, clip_rewards, shape_rewards
 from embodied_ppo.ppo.robot_actor import robot_ppo
 
 T, N, OBS, ACTIONS = 8, 8, 5, 3
+# One optimiser step on the complete rollout without normalisation, for hand-computed numbers.
 PLAIN = {
     "normalize_advantages": False,
     "max_grad_norm": None,
     "update_epoch": 1,
     "global_batch_size": T * N,
 }
-"""One optimiser step on the complete rollout without normalisation, for hand-computed numbers."""
 
 
 def make(

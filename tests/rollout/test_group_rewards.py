@@ -19,11 +19,11 @@ from embodied_ppo.rollout.group_rewards import GroupRewards
 
 MASK = torch.ones(2, 2, dtype=torch.bool)
 REWARD = torch.tensor([[3.0, 6.0], [1.0, 1.0]])
+# In the second step environment 0 has no term a, and no environment has a term b.
 ROWS = [
     {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([2.0, 4.0]), "mean": torch.tensor([0.5])},
     {"a": torch.tensor([torch.nan, 1.0])},
 ]
-"""In the second step environment 0 has no term a, and no environment has a term b."""
 
 
 def split(groups: dict[str, Any], reward: torch.Tensor = REWARD) -> torch.Tensor:

@@ -141,6 +141,7 @@ def test_images_of_own_tasks() -> None:
     assert not flat.warnings and not rough.warnings
 
 
+# End of a shipped scene -> largest difference of accelerations (0: refused), and what is named.
 MEASURED: dict[str, tuple[float, str]] = {
     "unitree_go1-scene.xml": (0.005, ""),
     "boston_dynamics_spot-scene.xml": (0.001, ""),
@@ -155,7 +156,6 @@ MEASURED: dict[str, tuple[float, str]] = {
     "boston_dynamics_spot-scene_arm.xml": (0.15, "arm"),
     "apollo-xmls-scene_mjx_feetonly_flat_terrain.xml": (0.0, "r_wrist_pitch damping 10, not 0"),
 }
-"""End of a shipped scene -> largest difference of accelerations (0: refused), and what is named."""
 QUICK = ("google_barkour_vb-scene.xml", "booster_t1-scene.xml")
 
 

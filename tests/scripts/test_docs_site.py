@@ -24,6 +24,7 @@ from embodied_ppo.options.schema import Config, EvaluateConfig
 from tests.test_layers import LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
+# Tags that load a resource, with the attribute that holds its address.
 LOADS = {
     "link": "href",
     "script": "src",
@@ -33,7 +34,6 @@ LOADS = {
     "use": "href",
     "image": "href",
 }
-"""Tags that load a resource, with the attribute that holds its address."""
 
 
 def build(config: Path, site: Path) -> subprocess.CompletedProcess[str]:

@@ -16,8 +16,8 @@ from embodied_envs.base.random import env_seeds
 from embodied_ppo.commands import main
 from embodied_ppo.tools import bisection
 
+# Where the reward of 1e6 is planted.
 UPDATE, STEP, ENVIRONMENT, HORIZON = 37, 5, 3, 16
-"""Where the reward of 1e6 is planted."""
 
 
 @pytest.fixture(scope="module")

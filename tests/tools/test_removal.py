@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# An editable installation would find the folder in the checkout.
 WITHOUT_INSTALLATION = """\
 import sys
 names = "_EditableFinder", "_EditableNamespaceFinder"
 sys.meta_path[:] = [x for x in sys.meta_path if getattr(x, "__name__", "") not in names]
 """
-"""An editable installation would find the folder in the checkout."""
 
 
 @pytest.mark.slow

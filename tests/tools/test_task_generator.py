@@ -23,8 +23,8 @@ from embodied_ppo.commands import main
 from embodied_ppo.tools import task_generator
 
 WALKER = (MODELS / "walker.xml").read_text()
+# A tetrahedron.
 SHELL = "v 0 0 0\nv .1 0 0\nv 0 .1 0\nv 0 0 .1\nf 1 3 2\nf 1 2 4\nf 1 4 3\nf 2 3 4\n"
-"""A tetrahedron."""
 
 
 @pytest.fixture(autouse=True)

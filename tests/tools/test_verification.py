@@ -20,8 +20,8 @@ from embodied_ppo.training import checkpoint, metrics_digest
 from tests.tools.test_reexecution import TINY as SHORT
 
 TINY = SHORT | {"updates": 10, "keep_last": 9, "eval_every": 4, "model__hidden": [8]}
+# With this seed, ``updates=2`` selects updates 9 and 10 of the run.
 SEED_OF_LAST = 7
-"""With this seed, ``updates=2`` selects updates 9 and 10 of the run."""
 
 EXP_AVG = ("learner", "optimizer", "state", 0, "exp_avg")
 

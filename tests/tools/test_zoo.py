@@ -15,6 +15,7 @@ from embodied_envs.robots.robot_model import RobotModel
 from embodied_ppo.commands import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "zoo.md"
+# Template and robot of each experiment that was not trained.
 PREPARED = [
     (template, robot)
     for template, cell in re.findall(
@@ -22,7 +23,6 @@ PREPARED = [
     )
     for robot in re.findall("`(.*?)`", cell)
 ]
-"""Template and robot of each experiment that was not trained."""
 
 
 def rows() -> list[list[str]]:

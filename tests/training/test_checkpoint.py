@@ -122,6 +122,7 @@ def no_run(run_dir: Path) -> Path:
     return run_dir / "other"
 
 
+# Damage -> function that makes it, and what the message must name.
 DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "truncated": (truncate, "policy.pt"),
     "bit flipped": (flip_a_bit, "policy.pt"),
@@ -144,7 +145,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "folder of runs": (lambda run_dir: run_dir.parent, "run"),
     "nowhere": (lambda run_dir: run_dir / "nowhere", "nowhere"),
 }
-"""Damage -> function that makes it, and what the message must name."""
 
 
 def files(folder: Path) -> dict[Path, int]:

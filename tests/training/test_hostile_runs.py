@@ -69,6 +69,7 @@ TOOLS = {
     "resume": ("train", "resume={run}", "updates=5", "--quiet"),
     "evaluate": ("evaluate", "checkpoint={run}", "episodes=2", "out={out}", "--quiet"),
 }
+# File -> tools that refuse it, whatever it contains.
 READ = {
     "metrics.jsonl": ("verify", "replay", "bisect"),
     "checkpoints/step_000004/manifest.json": ("verify", "evaluate"),
@@ -78,7 +79,6 @@ READ = {
     "parent.json": ("fork", "replay"),
     "config.yaml": ("verify", "resume"),
 }
-"""File -> tools that refuse it, whatever it contains."""
 
 
 @pytest.mark.slow

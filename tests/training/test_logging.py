@@ -30,8 +30,8 @@ LANGUAGE_ONLY |= {
     f"eval/{x}" for x in ("accuracy", "accuracy_error", "accuracy/<source>", "pass@<k>", "maj@<n>")
 }
 LANGUAGE_ONLY |= {f"eval/{x}" for x in ("truncated", "format", "grader_failures", "reward/<name>")}
+# Documented tags that mode=reasoning alone writes: test_reasoner compares them.
 LANGUAGE_ONLY |= {"reward/<name>", "policy/positive_nll"}
-"""Documented tags that mode=reasoning alone writes: test_reasoner compares them."""
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

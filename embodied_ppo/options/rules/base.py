@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.options.schema import Config
 
+# Largest number of steps of an update; ``divisors`` of more would take seconds.
 LARGEST_ROLLOUT = 10**10
-"""Largest number of steps of an update; ``divisors`` of more would take seconds."""
 
+# Values of algorithm.adv_type that compare the members of a group.
 GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
-"""Values of algorithm.adv_type that compare the members of a group."""
 
 
 def refuse(condition: object, message: str, error: type[ValueError] = ConfigError) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from embodied_ppo.options.rules import embodied, reasoning
 
+# Mode -> function that refuses combinations of options which it cannot run.
 CHECKS = {"embodied": embodied.check, "reasoning": reasoning.check}
-"""Mode -> function that refuses combinations of options which it cannot run."""
+# Mode -> options without a usable default -> what to write.
 REQUIRED_OPTIONS = {
     "embodied": {"env.id": "the task: docs/tasks.md"},
     "reasoning": {
@@ -15,4 +16,3 @@ REQUIRED_OPTIONS = {
         "updates": "how long to train",
     },
 }
-"""Mode -> options without a usable default -> what to write."""

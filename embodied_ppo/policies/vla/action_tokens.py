@@ -35,8 +35,8 @@ class Tokens(VLAPolicy, Generic[Context]):
     compute once per observation.
     """
 
+    # Bins of a dimension, K.
     bins: int
-    """Bins of a dimension, K."""
     autoregressive: bool
 
     # ---------------------------------------------------------------------------------------- model
@@ -191,8 +191,8 @@ class TokenVLA(VLA, Tokens[DecoderMemory]):
         """See ``VLA.build_head``."""
         self.bins = config.bins
         self.autoregressive = config.decode == "autoregressive"
+        # Embedding of the previous token: its bin, or K for the first token.
         self.before = nn.Embedding(config.bins + 1, config.width) if self.autoregressive else None
-        """Embedding of the previous token: its bin, or K for the first token."""
         self.head = nn.Linear(config.width, config.bins)
 
     def hidden(self, context: DecoderMemory, bins: Tensor | None) -> Tensor:

@@ -29,10 +29,10 @@ from embodied_ppo.policies.vla.trunk import DecoderMemory, Grounding
 from embodied_ppo.policies.vla.vla_policy import VLA, VLAPolicy
 
 PERIODS = (4e-3, 4.0)  # shortest and longest period of the sinusoidal encoding of τ, as in π0
+# Range of the learned standard deviation of a step, as in ReinFlow's robot tasks.
 LEARNED_STD = (0.08, 0.16)
-"""Range of the learned standard deviation of a step, as in ReinFlow's robot tasks."""
+# x [B, H, P], τ [B] -> velocity and, if learned, log-deviation of a step, float32 [B, H, P].
 Field: TypeAlias = "Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]"
-"""x [B, H, P], τ [B] -> velocity and, if learned, log-deviation of a step, float32 [B, H, P]."""
 
 
 class Flow(VLAPolicy):
@@ -56,8 +56,8 @@ class Flow(VLAPolicy):
     they are not executed (as in RLinf).
     """
 
+    # Steps of the chain, K.
     steps: int
-    """Steps of the chain, K."""
 
     def configure_chain(self, config: ModelConfig, *, horizon: int, padded: int) -> None:
         """Read the options of the chain; ``horizon`` is H, ``padded`` is P."""

@@ -40,19 +40,19 @@ from embodied_ppo.policies.checkpoint_files import config_errors, import_transfo
 from embodied_ppo.policies.decoder import Attend, Decoder, ModuleReference
 from embodied_ppo.policies.vla.published_weights import TABLES
 
+# Llama 2's ids of begin and end of sequence, and of the empty word before the action.
 BOS, STOP, EMPTY = 1, 2, 29871
-"""Llama 2's ids of begin and end of sequence, and of the empty word before the action."""
+# Means of six channels in [0, 1]: ImageNet's for DINOv2, then SigLIP's.
 MEANS = (0.485, 0.456, 0.406, 0.5, 0.5, 0.5)
-"""Means of six channels in [0, 1]: ImageNet's for DINOv2, then SigLIP's."""
 STDS = (0.229, 0.224, 0.225, 0.5, 0.5, 0.5)
 CROPPED_AREA = 0.9  # share of an image's area that remains after ``center_crop``
 
 
 # ------------------------------------------------------------------------------------ configuration
+# Fields of transformers' Dinov2WithRegistersConfig for timm's vit_large_patch14_reg4_dinov2.
 DINO: dict[str, Any] = TABLES["openvla"]["dino"]
-"""Fields of transformers' Dinov2WithRegistersConfig for timm's vit_large_patch14_reg4_dinov2."""
+# Fields of SiglipVisionConfig for timm's vit_so400m_patch14_siglip_224 and _384.
 SIGLIP: dict[str, Any] = TABLES["openvla"]["siglip"]
-"""Fields of SiglipVisionConfig for timm's vit_so400m_patch14_siglip_224 and _384."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,25 +63,25 @@ class OpenVLAConfig:
         ConfigError: The sizes are not those of OpenVLA.
     """
 
+    # Fields of LlamaConfig; missing ones are those of Llama 2 7B, as in the published code.
     text: Mapping[str, Any]
-    """Fields of LlamaConfig; missing ones are those of Llama 2 7B, as in the published code."""
+    # Fields of Dinov2WithRegistersConfig.
     dino: Mapping[str, Any] = field(default_factory=lambda: DINO)
-    """Fields of Dinov2WithRegistersConfig."""
+    # Fields of SiglipVisionConfig.
     siglip: Mapping[str, Any] = field(default_factory=lambda: SIGLIP)
-    """Fields of SiglipVisionConfig."""
+    # Side of the square that images are resized to, in pixels.
     image_size: int = 224
-    """Side of the square that images are resized to, in pixels."""
+    # Number of action ids, the last ones of the vocabulary before its padding.
     action_bins: int = 256
-    """Number of action ids, the last ones of the vocabulary before its padding."""
+    # Number of ids at the end of text's vocab_size that are padding.
     pad_to_multiple_of: int = 64
-    """Number of ids at the end of text's vocab_size that are padding."""
     pad_token_id: int = 32000
+    # Means of the six channels; those of preprocessor_config.json where it exists.
     means: tuple[float, ...] = MEANS
-    """Means of the six channels; those of preprocessor_config.json where it exists."""
+    # Standard deviations of the six channels, likewise.
     stds: tuple[float, ...] = STDS
-    """Standard deviations of the six channels, likewise."""
+    # {dataset: {action: {q01, q99, mask}}}, see ``ActionTokens.from_config``.
     norm_stats: Mapping[str, Any] = field(default_factory=dict)
-    """{dataset: {action: {q01, q99, mask}}}, see ``ActionTokens.from_config``."""
 
     @property
     def vocab_size(self) -> int:

@@ -29,8 +29,8 @@ from embodied_ppo.policies.vla import published_weights
 from embodied_ppo.policies.vla.openvla import DINO, MEANS, SIGLIP, OpenVLABody, OpenVLAConfig
 from embodied_ppo.policies.vla.published_weights import PublishedTensor, Targets
 
+# vision_backbone_id -> side of the square image, pixels.
 BACKBONES = {"dinosiglip-vit-so-224px": 224, "dinosiglip-vit-so-384px": 384}
-"""vision_backbone_id -> side of the square image, pixels."""
 
 
 # ------------------------------------------------------------------------------------ configuration
@@ -220,8 +220,8 @@ class ActionTokens:
 
 
 # ------------------------------------------------------------------------------------------ weights
+# Substitutions: parameter of a vision tower -> published key; q, k and v are rows of one key.
 NAMES = published_weights.patterns("openvla", "modules")
-"""Substitutions: parameter of a vision tower -> published key; q, k and v are rows of one key."""
 TOWER = "vision_backbone."
 
 

@@ -68,8 +68,8 @@ class StateProjector(nn.Module):
         return self.fc2(F.gelu(self.fc1(state)))
 
 
+# Beginning of a file's name -> class of its contents.
 KINDS = {"action_head": ActionHead, "proprio_projector": StateProjector}
-"""Beginning of a file's name -> class of its contents."""
 
 
 def load(folder: str | Path, width: int, sizes: dict[str, int]) -> dict[str, Any]:

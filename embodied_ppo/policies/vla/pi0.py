@@ -52,14 +52,14 @@ from embodied_ppo.policies.vla.trunk import WORDS, ObservationEncoder, pad_rows
 PAD = -1  # id of padding words
 FROZEN_ROWS = 32  # observations that a frozen trunk processes at a time
 MEMORY_SHARE = 0.5  # share of the device's memory that prefixes of a frozen trunk may use
+# Beginnings of the names of parameters that the published model has, too.
 PUBLISHED_PARTS = ("trunk.vlm.", "expert.", "embed.", "velocity.")
-"""Beginnings of the names of parameters that the published model has, too."""
+# Names of the inputs that hold a prefix.
 KEYS, VALUES, VALID, POOLED = "/keys", "/values", "/valid", "/pooled"
-"""Names of the inputs that hold a prefix."""
+# Name of the input that holds the numbers of the state that actions are relative to.
 ORIGIN = "/origin"
-"""Name of the input that holds the numbers of the state that actions are relative to."""
+# Inputs that depend on observations and a frozen trunk only, and on no normaliser.
 KEPT = (KEYS, VALUES, VALID, POOLED)
-"""Inputs that depend on observations and a frozen trunk only, and on no normaliser."""
 
 
 # ---------------------------------------------------------------------------------------- the trunk
@@ -101,8 +101,8 @@ class PI0Trunk(ObservationEncoder):
                 size, "states", f"model.checkpoint={config.checkpoint}"
             )
             self.encoder.moments = None
+        # Dimensions of an action that are relative to the state, bool [A]; None: none.
         self.relative: Tensor | None = None
-        """Dimensions of an action that are relative to the state, bool [A]; None: none."""
         self.vlm, self.antialias = vlm, published.antialias
         self.side = int(vlm.config.vision_config.image_size)
         self.checkpointing = config.gradient_checkpointing
@@ -239,19 +239,19 @@ class PI0(Flow, lora.Adapted):
     only.
     """
 
+    # Type of the model in config.json.
     kind = "pi0"
-    """Type of the model in config.json."""
     trunk_class: type[PI0Trunk] = PI0Trunk
+    # Function that builds the model of a config.json with new weights.
     build_model = staticmethod(pi0_files.build_model)
-    """Function that builds the model of a config.json with new weights."""
+    # Function that reads a checkpoint directory.
     read = staticmethod(pi0_files.read)
-    """Function that reads a checkpoint directory."""
+    # Function that maps the keys of published files to names of parameters.
     rename: Rename = staticmethod(pi0_files.rename)
-    """Function that maps the keys of published files to names of parameters."""
+    # State tokens of the expert, before the noisy actions, to which they do not attend.
     state_tokens = 1
-    """State tokens of the expert, before the noisy actions, to which they do not attend."""
+    # Whether the prefix contains the normalised state.
     state_in_prefix = False
-    """Whether the prefix contains the normalised state."""
 
     def __init__(
         self,
@@ -320,10 +320,10 @@ class PI0(Flow, lora.Adapted):
         vectors = self.trunk.encoder.vector_size
         if published.relative:
             self.trunk.relative = _relative_dimensions(published.relative, self.size, vectors)
+        # Log line about sizes of the task that differ from those of the training, if any.
         self.size_notice = pi0_files.size_notice(
             published, config, self.trunk.names, (vectors, self.size)
         )
-        """Log line about sizes of the task that differ from those of the training, if any."""
         initial_noise = torch.randn(
             self.horizon, self.padded, generator=torch.Generator().manual_seed(0)
         )

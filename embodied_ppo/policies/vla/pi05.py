@@ -143,12 +143,12 @@ class PromptTrunk(PI0Trunk):
         ):
             self.register_buffer(name, x, persistent=False)
 
+    # Lower limits of the intervals, float64 [256].
     edges: Tensor
-    """Lower limits of the intervals, float64 [256]."""
+    # Ids of " -1", " 0", .. " 255", int64 [257, n], padded with PAD.
     numbers: Tensor
-    """Ids of " -1", " 0", .. " 255", int64 [257, n], padded with PAD."""
+    # Ids of END, int64 [1, n].
     end: Tensor
-    """Ids of END, int64 [1, n]."""
 
     def _check_tokenizer(self, numbers: Sequence[Sequence[int]]) -> None:
         """Compare the ids of a complete prompt with those of its parts."""

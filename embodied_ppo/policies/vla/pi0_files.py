@@ -42,29 +42,29 @@ from embodied_ppo.policies.vla.published_weights import (
     substitute,
 )
 
+# Tokens of a prompt after which lerobot and openpi cut it off, where config.json has no number.
 MAX_WORDS = {"pi0": 48, "pi05": 200}
-"""Tokens of a prompt after which lerobot and openpi cut it off, where config.json has no number."""
 OPENPI_CAMERAS = ("base_0_rgb", "left_wrist_0_rgb", "right_wrist_0_rgb")
 _WRIST = re.compile("wrist|hand|gripper", re.IGNORECASE)
+# Values of lerobot's options that are read here.
 SUPPORTED: dict[str, list[Any]] = TABLES["pi0"]["supported"]
-"""Values of lerobot's options that are read here."""
+# Values of lerobot's and openpi's options for the published sizes, the defaults of PI0Config.
 VARIANTS = {"paligemma_variant": "gemma_2b", "action_expert_variant": "gemma_300m"}
-"""Values of lerobot's and openpi's options for the published sizes, the defaults of PI0Config."""
 PERIODS = ("min_period", "max_period")
+# Fields that the config.json of lerobot and of transformers have in common.
 SHARED_FIELDS = ("chunk_size", "max_state_dim", "max_action_dim", "num_inference_steps", *PERIODS)
-"""Fields that the config.json of lerobot and of transformers have in common."""
+# Largest accepted values of fields of config.json that are positive whole numbers.
 LARGEST: dict[str, int] = TABLES["largest"]
-"""Largest accepted values of fields of config.json that are positive whole numbers."""
+# Fields of config.json that are objects.
 SECTIONS = ("vlm_config", "dit_config", "normalization_mapping")
-"""Fields of config.json that are objects."""
 OPTIONAL = ("tokenizer_max_length", "normalization_mapping")  # fields that may be null
 
+# Substitutions: a weight's name in published files or transformers -> that in ``pi0.PI0``.
 PARAMETERS = patterns("pi0", "parameters")
-"""Substitutions: a weight's name in published files or transformers -> that in ``pi0.PI0``."""
+# The expert embeds no words; some files lack its unused embeddings.
 UNREAD = "expert.embed_tokens.weight"
-"""The expert embeds no words; some files lack its unused embeddings."""
+# Substitutions that map names of ``pi0.PI0`` to those of the modules of lerobot's model.
 MODULES = patterns("pi0", "modules")
-"""Substitutions that map names of ``pi0.PI0`` to those of the modules of lerobot's model."""
 TRANSFORMERS_MODULES = patterns("pi0", "transformers_modules")
 OPENPI_MODULES: Patterns = (*MODULES, (r"^model\.", ""))
 
@@ -451,8 +451,8 @@ def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
 
 
 # --------------------------------------------------------------------------------------- statistics
+# normalization_mapping -> statistics that it uses; QUANTILES maps q01 to -1 and q99 to 1.
 ENDS = {"MEAN_STD": ("mean", "std"), "QUANTILES": ("q01", "q99"), "IDENTITY": ()}
-"""normalization_mapping -> statistics that it uses; QUANTILES maps q01 to -1 and q99 to 1."""
 OPENPI_MARGIN = 1e-6  # number that openpi adds to deviations and to q99, also when it denormalises
 
 

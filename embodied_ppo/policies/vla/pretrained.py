@@ -46,8 +46,8 @@ from embodied_ppo.policies.vla.trunk import Grounding, ObservationEncoder
 
 VALUE_UNITS = 512  # largest hidden layer of the value head, as in RLinf
 
+# Text -> ids, see ``openvla.encode_prompts``.
 Tokenize: TypeAlias = "Callable[[str], Sequence[int]]"
-"""Text -> ids, see ``openvla.encode_prompts``."""
 
 
 class VisionEncoder(ObservationEncoder):
@@ -77,10 +77,10 @@ class VisionEncoder(ObservationEncoder):
 class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
     """Policy on a published model, see the module's description; subclasses add the action head."""
 
+    # Observations that a frozen vision encoder processes at a time.
     FROZEN_ROWS = 64
-    """Observations that a frozen vision encoder processes at a time."""
+    # Share of the device's memory that features may use without model.freeze_trunk.
     FEATURE_SHARE = 0.25
-    """Share of the device's memory that features may use without model.freeze_trunk."""
 
     def __init__(
         self,
@@ -112,8 +112,8 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
         """
         super().__init__()
         self.actions: ActionTokens  # action tokens and their statistics
+        # Statistics of the robot's state, None: it is not used.
         self.state: ActionTokens | None = None
-        """Statistics of the robot's state, None: it is not used."""
         self.closes = closes
         self.chunk, self.size = chunk, vla_policy.action_size(action_spec, chunk, config)
         self.temperature = config.temperature
@@ -124,8 +124,8 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
         self.trunk = VisionEncoder(obs_spec, config, state=has_state)
         self.body = self._open(config)
         vectors = self.trunk.encoder.vector_size
+        # Modules of the directory's other files, see ``openvla_heads.KINDS``.
         self.heads = nn.ModuleDict(self._load_heads(folder, vectors))
-        """Modules of the directory's other files, see ``openvla_heads.KINDS``."""
         if has_state:
             self.state = ActionTokens.from_config(
                 self.body.body.config, config.unnorm_key, "proprio"
@@ -139,8 +139,8 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
         # ``train`` does nothing, so switch off the dropout that some models have once.
         for module in self.modules():
             module.training = False
+        # Names of parameters that the forward pass does not use.
         self.unread = {name for name, p in self.body.named_parameters() if not p.requires_grad}
-        """Names of parameters that the forward pass does not use."""
         if self.rank:
             lora.adapt(self.body.language, rank=self.rank, alpha=config.lora_alpha)
         self.freeze(config.freeze_trunk)

@@ -40,12 +40,12 @@ from embodied_ppo.policies.vla.published_weights import TABLES
 from embodied_ppo.policies.vla.smolvla import SmolVLA
 
 PREFIX = "published/"  # prefix of the values of model.checkpoint that name an entry of CONFIGS
+# Name -> fields of its config.json; the defaults of missing fields are the published values.
 CONFIGS: dict[str, dict[str, Any]] = TABLES["configs"]
-"""Name -> fields of its config.json; the defaults of missing fields are the published values."""
+# Shipped recipe -> entry of CONFIGS that planning uses if model.checkpoint is ``???``.
 RECIPES: dict[str, str] = TABLES["recipes"]
-"""Shipped recipe -> entry of CONFIGS that planning uses if model.checkpoint is ``???``."""
+# Policies of published flow models by the result of ``published_weights.read_kind``.
 FLOW_FAMILIES: dict[str, type[PI0]] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA}
-"""Policies of published flow models by the result of ``published_weights.read_kind``."""
 
 
 def fields(checkpoint: str) -> dict[str, Any]:

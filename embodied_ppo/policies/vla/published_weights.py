@@ -28,13 +28,13 @@ from embodied_ppo.policies.checkpoint_files import (
 )
 
 M = TypeVar("M")
+# Substitutions (regular expression, replacement) of names, in order.
 Patterns: TypeAlias = "Sequence[tuple[str, str]]"
-"""Substitutions (regular expression, replacement) of names, in order."""
+# Types of weights in safetensors files that are read; others are quantised.
 FLOATING = ("F64", "F32", "F16", "BF16")
-"""Types of weights in safetensors files that are read; others are quantised."""
 _FILE = Path(__file__).with_name("published.yaml")
+# Model -> its sizes, and the names of its weights.
 TABLES: dict[str, dict[str, Any]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
-"""Model -> its sizes, and the names of its weights."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,14 @@ class PublishedTensor:
         return tensor.reshape(self.shape)
 
 
+# Name -> published tensor.
 Targets: TypeAlias = "Mapping[str, PublishedTensor]"
-"""Name -> published tensor."""
+# Maps the keys of all files to names of targets, and leaves out the keys that no layer reads.
 Rename: TypeAlias = "Callable[[Iterable[str]], Mapping[str, str]]"
-"""Maps the keys of all files to names of targets, and leaves out the keys that no layer reads."""
 
 
+# Type in config.json -> model.policy that reads it.
 KINDS = {"pi0": "flow", "pi05": "flow", "smolvla": "flow", "openvla": "token"}
-"""Type in config.json -> model.policy that reads it."""
 
 
 def read_kind(folder: Path, policy: str) -> tuple[str, dict[str, Any]]:

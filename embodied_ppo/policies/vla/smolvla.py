@@ -40,18 +40,18 @@ from embodied_ppo.policies.vla.pi0 import PI0, PI0Trunk
 from embodied_ppo.policies.vla.pi0_files import Published
 from embodied_ppo.policies.vla.prefix import PrefixCache, append_room, block, grouped
 
+# Layer i of the expert has self-attention if i is a multiple of it, else cross-attention.
 SELF_ATTENTION_EVERY = 2
-"""Layer i of the expert has self-attention if i is a multiple of it, else cross-attention."""
 
+# Sizes of the models that ``vlm_model_name`` names; lerobot's directories lack them.
 VLM_SIZES: dict[str, Any] = published_weights.TABLES["smolvla"]["vlm_sizes"]
-"""Sizes of the models that ``vlm_model_name`` names; lerobot's directories lack them."""
+# Values of lerobot's options that are read here; the first one is its default.
 SUPPORTED: dict[str, list[Any]] = published_weights.TABLES["smolvla"]["supported"]
-"""Values of lerobot's options that are read here; the first one is its default."""
 
+# Substitutions: a weight's name in lerobot's files or ``SmolVLAModel`` -> that in ``SmolVLA``.
 PARAMETERS = published_weights.patterns("smolvla", "parameters")
-"""Substitutions: a weight's name in lerobot's files or ``SmolVLAModel`` -> that in ``SmolVLA``."""
+# Substitutions that map names of ``SmolVLA`` to those of lerobot's modules.
 MODULES = published_weights.patterns("smolvla", "modules")
-"""Substitutions that map names of ``SmolVLA`` to those of lerobot's modules."""
 WAVELENGTH = 10_000.0  # largest wavelength of the rotary positions, in place of SmolVLM2's 100,000
 
 

@@ -29,17 +29,17 @@ from embodied_ppo.core.collectives import gathered
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.backbone import VECTOR, Encoder, channels_first_shape
 
+# Name of the input that holds a sentence's word ids. No image has a name with a slash.
 WORDS = "/words"
-"""Name of the input that holds a sentence's word ids. No image has a name with a slash."""
 CELL = 4  # side of a cell, the smallest image patch, in pixels
 MASKED_WORD = -1  # word id that replaces a masked word: it has a position but no embedding
+# Shortest and longest period of the position encoding of words, in words.
 SHORTEST_PERIOD, LONGEST_PERIOD = 12.0, 192.0
-"""Shortest and longest period of the position encoding of words, in words."""
 HEADS = 4  # number of attention heads; model.width is a multiple of 2 x HEADS
+# Size of the vocabulary: each word of an instruction is mapped to one of this many buckets.
 WORD_BUCKETS = 1024
-"""Size of the vocabulary: each word of an instruction is mapped to one of this many buckets."""
+# Logit of entries that must not be chosen; finite, for a softmax over such entries alone.
 MASKED_LOGIT = -1e4
-"""Logit of entries that must not be chosen; finite, for a softmax over such entries alone."""
 
 
 def word_ids(sentence: str, buckets: int) -> list[int]:
@@ -119,8 +119,8 @@ class Stem(nn.Module):
         self.near = nn.ModuleList(nn.Conv2d(half, half, 3, padding=1) for _ in range(2))
         cells = self.grid[0] * self.grid[1]
         self.places = nn.Parameter(torch.randn(cells, width))  # position embedding of the cells
+        # Position embedding of the tokens.
         self.position = nn.Parameter(torch.randn(cells // 4, width))
-        """Position embedding of the tokens."""
 
     def cells(self, image: Tensor) -> Tensor:
         """Return cell features [B, HW/16, D/2] of images uint8 [B, channels, H, W]."""
@@ -157,8 +157,8 @@ def _merge_patches(x: Tensor, n: int) -> Tensor:
 class ObservationEncoder(nn.Module):
     """Base class of trunks: encodes images and vectors, and reads the index of the instruction."""
 
+    # Tokens of the simulator's sentences, by instruction; not part of a checkpoint.
     table: Any
-    """Tokens of the simulator's sentences, by instruction; not part of a checkpoint."""
 
     def __init__(self, spec: ObsSpec, config: ModelConfig) -> None:
         """Build the encoder of all observations except the instruction.
@@ -228,9 +228,9 @@ class Trunk(ObservationEncoder):
         )
         self.words = nn.Embedding.from_pretrained(torch.zeros(WORD_BUCKETS, width), freeze=False)
         self.initialize_words(sentences)
+        # Convolution over a word and its two neighbours. Without it, "the red block to the blue
+        # zone" and "the blue block to the red zone" are the same bag of words.
         self.beside = nn.Conv1d(width, width, 3, padding=1)
-        """Convolution over a word and its two neighbours. Without it, "the red block to the blue
-        zone" and "the blue block to the red zone" are the same bag of words."""
         self.sentence = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
         # Layers of ``_attend_to_cells``; the attributes' names are keys of checkpoints.
         # choose: logits of the attention of each head to the words.

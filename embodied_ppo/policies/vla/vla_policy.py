@@ -112,22 +112,22 @@ def encode_in_parts(
 class VLAPolicy(nn.Module):
     """Members that all vision-language-action policies share."""
 
+    # An ``ObservationEncoder``.
     trunk: Any
-    """An ``ObservationEncoder``."""
     value_head: ValueHead
+    # Actions of a chunk, C.
     chunk: int
-    """Actions of a chunk, C."""
+    # Dimensions of an action, A.
     size: int
-    """Dimensions of an action, A."""
+    # Size of ``Grounding.focus``.
     width: int
-    """Size of ``Grounding.focus``."""
     temperature: float
+    # Sentences that the instruction observation indexes.
     sentences: tuple[str, ...] = ()
-    """Sentences that the instruction observation indexes."""
+    # Whether model.freeze_trunk excludes the trunk from training.
     frozen = False
-    """Whether model.freeze_trunk excludes the trunk from training."""
+    # Memory in GB of the device that a run is planned for; None: the policy's device.
     planned_memory_gb: float | None = None
-    """Memory in GB of the device that a run is planned for; None: the policy's device."""
 
     @property
     def device(self) -> torch.device:
@@ -220,10 +220,10 @@ class VLA(VLAPolicy):
     its memory.
     """
 
+    # Observations that a frozen trunk processes at a time.
     FROZEN_ROWS = 256
-    """Observations that a frozen trunk processes at a time."""
+    # Fields of a frozen trunk's memory that ``encode`` returns.
     MEMORY_FIELDS = ("tokens", "padding", "summary")
-    """Fields of a frozen trunk's memory that ``encode`` returns."""
 
     def __init__(
         self,

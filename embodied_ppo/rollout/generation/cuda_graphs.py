@@ -48,12 +48,12 @@ class StaticDecode:
         self._places = torch.arange(self.width, device=device)
         self._rotations = None if model is None else model.rotations(self.width)
         self._mask_values = torch.tensor([0.0, float("-inf")], device=device).to(cache[0].dtype)
+        # Newest token of each slot, not in the cache yet.
         self.last = torch.zeros(self.slots, dtype=torch.int64, device=device)
-        """Newest token of each slot, not in the cache yet."""
+        # Number of tokens of each slot in the cache.
         self.cached = torch.zeros(self.slots, dtype=torch.int64, device=device)
-        """Number of tokens of each slot in the cache."""
+        # Uniform random numbers for ``choose`` in each step of a round.
         self.u = torch.zeros(self.slots, ROUND_STEPS, dtype=torch.float64, device=device)
-        """Uniform random numbers for ``choose`` in each step of a round."""
         self._step_index = torch.zeros(1, dtype=torch.int64, device=device)  # in the round
         self._token = torch.zeros(self.slots, ROUND_STEPS, dtype=torch.int64, device=device)
         self._log_prob = torch.zeros(self.slots, ROUND_STEPS, device=device)

@@ -32,10 +32,10 @@ from embodied_ppo.policies.causal_lm import LanguagePolicy
 from embodied_ppo.policies.fusion import fused
 from embodied_ppo.policies.lora import LoRALinear
 
+# Values of transformers' ``model_type`` whose layers this forward pass computes.
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
-"""Values of transformers' ``model_type`` whose layers this forward pass computes."""
+# (layer, queries [N, H, d] by group, keys and values [N, 2·G, d]) -> [N, H, d] by group.
 HeadAttention: TypeAlias = "Callable[[int, Tensor, Tensor], Tensor]"
-"""(layer, queries [N, H, d] by group, keys and values [N, 2·G, d]) -> [N, H, d] by group."""
 
 
 def is_supported(policy: LanguagePolicy) -> bool:

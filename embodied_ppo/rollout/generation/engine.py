@@ -28,10 +28,10 @@ from embodied_ppo.rollout.generation.cuda_graphs import StaticDecode
 from embodied_ppo.rollout.generation.decode_model import DecodeModel
 from embodied_ppo.rollout.generation.sampling import Sampling, choose
 
+# Share of free slots from which on prompts are prefilled, because a joint prefill costs less.
 REFILL = 0.25
-"""Share of free slots from which on prompts are prefilled, because a joint prefill costs less."""
+# Prompt tokens in one prefill, by device type: a CPU's fit its caches, others limit memory.
 PREFILL_TOKENS = defaultdict(lambda: 1 << 15, cpu=1024)
-"""Prompt tokens in one prefill, by device type: a CPU's fit its caches, others limit memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Generation:
 class Generator(Protocol):
     """Interface of decode engines: the built-in ``Engine`` and vLLM."""
 
+    # Version of the policy's weights.
     version: int
-    """Version of the policy's weights."""
 
     def generate(
         self,
@@ -380,14 +380,14 @@ class _State:
         self.stopped = torch.zeros(n, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
         self.active = 0
+        # Tokens of the response in each active slot. On the host, so that it need not wait.
         self.lengths = list[int]()
-        """Tokens of the response in each active slot. On the host, so that it need not wait."""
         self.cached_lengths = list[int]()  # tokens of each active slot in the cache
         self.row = torch.zeros(slots, dtype=torch.int64, device=device)
+        # Newest token of each slot, not in the cache yet.
         self.last = torch.zeros_like(self.row) if rounds is None else rounds.last
-        """Newest token of each slot, not in the cache yet."""
+        # Number of tokens of each slot in the cache.
         self.cached = torch.zeros_like(self.row) if rounds is None else rounds.cached
-        """Number of tokens of each slot in the cache."""
         self.finished = torch.zeros(slots, dtype=torch.bool, device=device)
 
     @property

@@ -12,8 +12,8 @@ _LETTER = r"[^\W\d_]"
 _SPACE = " \N{NO-BREAK SPACE}\N{THIN SPACE}\N{NARROW NO-BREAK SPACE}"
 SIGNS = "-+\N{MINUS SIGN}"
 _GROUPED = "|".join(rf"[1-9][0-9]{{0,2}}(?:{mark}[0-9]{{3}})+" for mark in (",", f"[{_SPACE}]"))
+# Digits without a sign: thousands may be separated by commas or by single spaces.
 _NUMBER = rf"(?:{_GROUPED}|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+"
-"""Digits without a sign: thousands may be separated by commas or by single spaces."""
 _CHANGES = (
     # numbers, magnitudes and fractions
     "zero one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty"
@@ -25,13 +25,13 @@ _CHANGES = (
     " infinity inf nan or either neither nor not never maybe perhaps possibly versus vs than least"
     " most between approximately approx roughly about around nearly almost"
 )
+# Words that change the value of an adjacent number.
 CHANGES_VALUE = frozenset(_CHANGES.split())
-"""Words that change the value of an adjacent number."""
 
 # --------------------------------------------------------------------------------------- one number
 _WORD = re.compile(f"{_LETTER}+")
+# Text without digits and operators.
 _PLAIN = rf"""(?:{_LETTER}|[\s,:'"’‘“”—()\[\]%°]|\.(?![0-9])|(?<={_LETTER})[-/!?])*+"""
-"""Text without digits and operators."""
 _ONE_NUMBER = re.compile(
     # A label, which ends before the sign: "Answer:", "x =", words.
     rf"{_PLAIN}(?:=\s*)?(?<![^\s:=\"'“‘])(?P<sign>[{SIGNS}]?)(?P<digits>{_NUMBER})"
@@ -85,8 +85,8 @@ def final_statement(response: str) -> str | None:
 
 
 # -------------------------------------------------------------------------------------------- boxes
+# Largest length of a box in characters. math-verify takes too long for longer ones.
 LONGEST_BOX = 1000
-"""Largest length of a box in characters. math-verify takes too long for longer ones."""
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _PERCENT = re.compile(r"\\?%|\\(?:text|mathrm|mbox)\s*\{\s*per ?cent\s*\}|\bper ?cent\b")

@@ -31,18 +31,18 @@ from embodied_ppo.rollout.rewards import answers
 if TYPE_CHECKING:
     from embodied_ppo.data.prompts import Prompt
 
+# Called with the keywords data_source, solution_str, ground_truth (str) and extra_info (dict).
 Grader: TypeAlias = Callable[..., Any]
-"""Called with the keywords data_source, solution_str, ground_truth (str) and extra_info (dict)."""
+# (data_source, response, ground_truth, extra_info).
 Sample: TypeAlias = tuple[str, str, str, dict[str, Any]]
-"""(data_source, response, ground_truth, extra_info)."""
+# Grade of a sample, and the cause if the grader failed.
 Result: TypeAlias = "tuple[Grade, str | None]"
-"""Grade of a sample, and the cause if the grader failed."""
 LARGEST = 1e30  # bound of a score's magnitude, so that it can be stored as float32
 RETRY_S = 0.2  # time before the first repetition of a call, which doubles for the next, seconds
+# Share of the responses of an update, or of an evaluation, up to which failures are masked.
 LARGEST_FAILED_SHARE = 0.9
-"""Share of the responses of an update, or of an evaluation, up to which failures are masked."""
+# Which boxes of a response ``math_verify`` reads.
 BoxRule: TypeAlias = Literal["only", "last", "any"]
-"""Which boxes of a response ``math_verify`` reads."""
 
 
 @dataclass(frozen=True)
@@ -201,8 +201,8 @@ def _verify(gold: list[Any], parsed: list[Any]) -> bool:
     return bool(parsed) and verify(gold, parsed, timeout_seconds=None)
 
 
+# Default grader of each data_source.
 DEFAULTS: dict[str, Grader] = {"openai/gsm8k": gsm8k_numeric}
-"""Default grader of each data_source."""
 
 
 def auto(*, data_source: str, **sample: Any) -> dict[str, Any]:

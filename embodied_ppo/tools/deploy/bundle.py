@@ -54,17 +54,17 @@ from embodied_ppo.tools.deploy import robot_section, run_policy
 from embodied_ppo.training.run_directory import report_write_errors, versions
 from embodied_ppo.training.trained_run import TrainedRun
 
+# Prefix of the inputs of policy.onnx that are memory, and its recurrent layer's state.
 MEMORY_PREFIX, RECURRENT = "memory/", "recurrent"
-"""Prefix of the inputs of policy.onnx that are memory, and its recurrent layer's state."""
 PACKAGES = ("onnx", "onnxruntime")  # packages of the extra ``export``
+# Operator set of policy.onnx, and the first onnxruntime that reads it.
 OPSET, LEAST_ONNXRUNTIME = 17, "1.12"
-"""Operator set of policy.onnx, and the first onnxruntime that reads it."""
 EPISODES, STEPS = 4, 100  # environments that are recorded, and steps of each
 TRACKING_S = 10.0  # longest episode in the evaluation of the tracking error
+# Largest difference of an action in the replay, as a share of the range of its dimension.
 TOLERANCE = 1e-6
-"""Largest difference of an action in the replay, as a share of the range of its dimension."""
+# Factor of the difference measured at the export, where that is larger than ``TOLERANCE``.
 ROUNDING = 8
-"""Factor of the difference measured at the export, where that is larger than ``TOLERANCE``."""
 
 
 class Exported(nn.Module):
@@ -89,10 +89,10 @@ class Exported(nn.Module):
         self.policy, self.converter, self.history = policy, converter, history
         self.has_choices = policy.actions > policy.numbers
         self.names = list(specs)
+        # Name of each array of the simulator's action -> output.
         self.actions = {name: f"action/{name}" if name else "action" for name in converter.arrays}
-        """Name of each array of the simulator's action -> output."""
+        # Name of each part of the memory -> its value at the start of an episode, [1, ..].
         self.memory: dict[str, Tensor] = {}
-        """Name of each part of the memory -> its value at the start of an episode, [1, ..]."""
         cpu = torch.device("cpu")
         if history is not None:
             self.memory |= {MEMORY_PREFIX + n: x for n, x in history.empty(1, cpu).items()}

@@ -10,11 +10,11 @@ from collections import deque
 import numpy as np
 from robot_loop import Robot, RobotError, RobotLoop, robot_section
 
+# Time that a robot has to reach a command, and largest difference of its mean error from those of
+# the trainer's episodes, m/s, rad/s or rad.
 SETTLE_S, TRACKING_TOLERANCE = 1.0, 0.1
-"""Time that a robot has to reach a command, and largest difference of its mean error from those of
-the trainer's episodes, m/s, rad/s or rad."""
+# What ``tracking_error`` reads.
 STATE = ("joint_positions", "base_velocity", "base_angular_velocity")
-"""What ``tracking_error`` reads."""
 
 
 class MujocoRobot(Robot):

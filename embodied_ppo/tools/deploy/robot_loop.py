@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 START_S = 5.0  # longest time until the first measurement
+# Time in which the robot moves to its home posture, and largest tilt of the IMU.
 RAMP_S, MAX_TILT_DEG = 3.0, 60.0
-"""Time in which the robot moves to its home posture, and largest tilt of the IMU."""
+# Late control steps in a row that end the loop; fewer, as on a busy computer, are logged.
 LATE_STEPS = 3
-"""Late control steps in a row that end the loop; fewer, as on a busy computer, are logged."""
+# Largest share of the rows of a log in which a number is outside of its range in the trace.
 RANGE_SHARE = 0.05
-"""Largest share of the rows of a log in which a number is outside of its range in the trace."""
 RAMP, POLICY = 0, 1  # phases in the log
 
 
@@ -44,8 +44,8 @@ class Robot:
     and ``info["actuators"]`` that of targets.
     """
 
+    # Whether a watchdog thread calls ``stop`` where another function does not return.
     realtime = True
-    """Whether a watchdog thread calls ``stop`` where another function does not return."""
 
     def __init__(self, info):
         """Connect to the robot, without a movement."""

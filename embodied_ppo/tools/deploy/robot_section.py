@@ -21,22 +21,22 @@ from embodied_ppo.tools.deploy import run_policy
 from embodied_ppo.tools.task_generator import source_templates
 
 TRACKED = 3  # episodes of each command in the evaluation of the tracking error
+# Files of this folder that run a policy on a robot.
 FILES = ("robot_loop.py", "mujoco_robot.py")
-"""Files of this folder that run a policy on a robot."""
+# Files that templates generate; the last two are examples of a robot.
 SOURCES = ("observation.py", "my_robot.py", "robot_unitree.py", "robot_ros2.py")
-"""Files that templates generate; the last two are examples of a robot."""
 
+# Velocity of a joint, rad/s or m/s, at which the loop stops the robot: at least the first, and the
+# second times the largest one in the evaluation.
 LEAST_VELOCITY, VELOCITY_FACTOR = 10.0, 2.0
-"""Velocity of a joint, rad/s or m/s, at which the loop stops the robot: at least the first, and the
-second times the largest one in the evaluation."""
+# Quantity of an observation -> what ``Robot.read`` returns for it, where the name differs.
 KEYS = {"gravity": "quaternion", "last_action": None, "command": None, "phase": None}
-"""Quantity of an observation -> what ``Robot.read`` returns for it, where the name differs."""
+# Command -> the number that follows it.
 TRACKS = {
     "lin_vel_x": "base_velocity x",
     "lin_vel_y": "base_velocity y",
     "ang_vel_yaw": "base_angular_velocity z",
 }
-"""Command -> the number that follows it."""
 
 
 def nominal_realism(realism: RealismConfig, physics_steps: int, name: str) -> RealismConfig:

@@ -29,13 +29,13 @@ from pathlib import Path
 
 import numpy as np
 
+# An output with this in front of an input's name is that part of the memory after a step.
 NEXT = "next_"
-"""An output with this in front of an input's name is that part of the memory after a step."""
+# Version of policy.json that `export` writes, and those that this file reads; 1 has no robot.
 FORMAT, READ_FORMATS = 2, (1, 2)
-"""Version of policy.json that `export` writes, and those that this file reads; 1 has no robot."""
 RATE_TOLERANCE = 0.02  # largest relative error of the control rate
+# Largest difference of a recorded dimension, as a share of its standard deviation in the trace.
 TOLERANCE = 0.01
-"""Largest difference of a recorded dimension, as a share of its standard deviation in the trace."""
 UNEXPLAINED = 0.1  # largest share of the variance that a suspected relation may leave unexplained
 MAX_DELAY = 5  # longest delay that is searched for, in rows
 HINTS = ((180 / np.pi, "degrees instead of radians"), (np.pi / 180, "radians instead of degrees"))

@@ -35,10 +35,10 @@ from embodied_ppo.tools.import_config.table import Answer, Framework, Reason, So
 from embodied_ppo.tools.import_config.trl import TRL
 from embodied_ppo.tools.import_config.verl import VERL
 
+# Value in the written file of an option that the user must set.
 MISSING = "???"
-"""Value in the written file of an option that the user must set."""
+# Errors that a rule raises for a value of the wrong type.
 INVALID_VALUE = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
-"""Errors that a rule raises for a value of the wrong type."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 

@@ -11,11 +11,11 @@ import yaml
 from embodied_ppo.core import guarded_files
 from embodied_ppo.options import loader
 
+# Largest number of values in a file, and of characters of a ``${..}``: a few lines of YAML aliases
+# and references can expand to more than fits in memory.
 LIMIT = 10_000
-"""Largest number of values in a file, and of characters of a ``${..}``: a few lines of YAML aliases
-and references can expand to more than fits in memory."""
+# Largest size of a file, bytes; parsing takes about 1 s for 100,000.
 LARGEST_FILE = 1 << 17
-"""Largest size of a file, bytes; parsing takes about 1 s for 100,000."""
 
 
 def with_members(content: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:

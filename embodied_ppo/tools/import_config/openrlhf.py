@@ -9,8 +9,8 @@ from embodied_ppo.tools.import_config.table import REASONS, Answer, Framework, R
 
 IS = "algo.advantage.is_correction"
 ESTIMATORS: dict[str, str] = table.read_table("openrlhf")["estimators"]
+# Estimators whose advantages are standardised over the batch.
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
-"""Estimators whose advantages are standardised over the batch."""
 SIDES, TARGET = ("low", "high"), "algorithm.kl_ctrl.target_kl"
 GSPO = {"algorithm.ratio_level": "sequence", "algorithm.loss_agg_func": "seq-mean-token-mean"}
 
@@ -80,6 +80,7 @@ def differences_of(source: Source) -> dict[str, str]:
     return rules.differences("openrlhf", conditions, ratio=ratio)
 
 
+# Rules of one expression.
 SIMPLE = {
     "estimator": lambda value, source: {
         "algorithm.adv_type": ESTIMATORS[value],
@@ -97,7 +98,6 @@ SIMPLE = {
     "adaptive": lambda value, source: {"algorithm.kl_ctrl.type": "adaptive", TARGET: value},
     "warmup_fraction": rules.warmup_fraction(lambda source: None),
 }
-"""Rules of one expression."""
 OPENRLHF: Framework = load(
     "openrlhf",
     {**rules.SHARED, **globals(), **SIMPLE},

@@ -20,13 +20,13 @@ VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 ARRAY = re.compile(r"(?m)^[ \t]*(\w+)=\(([^()]*)\)")
 ARRAY_USE = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
+# A token that begins a command or ends one.
 PROGRAM = re.compile(
     r"(?:.*/)?(?:python[\d.]*|torchrun|deepspeed|accelerate|ray|pkill)|[|&;>]+|2>&1|--"
 )
-"""A token that begins a command or ends one."""
 CONFIG = re.compile(r"--(config-(?:name|path|dir))(?:=(.*))?", re.DOTALL)
+# A shell variable, or an expression that only a shell can evaluate.
 REFERENCE = re.compile(r"\$(?:\{([A-Za-z_]\w*)(?::-([^{}]*))?\}|([A-Za-z_]\w*)|[(\d@*#?])|`")
-"""A shell variable, or an expression that only a shell can evaluate."""
 
 
 def parse(text: str) -> dict[str, Any]:

@@ -21,16 +21,16 @@ from embodied_ppo.tools.import_config.table import (
     read_table,
 )
 
+# Their losses that have a counterpart here.
 LOSSES = ("actor_critic", "actor", "decoupled_actor_critic")
-"""Their losses that have a counterpart here."""
+# Their types of models -> ``model.policy``; mlp_policy is actor_critic.
 POLICIES = {"openvla": "token", "openvla_oft": "token", "openpi": "flow"}
-"""Their types of models -> ``model.policy``; mlp_policy is actor_critic."""
 OPENVLA = ("openvla", "openvla_oft")
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
+# Suites and cameras of LIBERO's adapter, whose module needs torch.
 CAMERAS = ["agentview", "robot0_eye_in_hand"]
-"""Suites and cameras of LIBERO's adapter, whose module needs torch."""
+# Initial states of a task, which their reset ids count task by task.
 LIBERO_STATES = 50
-"""Initial states of a task, which their reset ids count task by task."""
 
 
 def trains_robot(source: Source) -> bool:

@@ -20,8 +20,8 @@ RUNNING = Reason(
     " by the running deviation of the discounted return; write algorithm.reward_norm=batch"
 )
 GROUP_NORM = Reason("adv_estimator=grpo sets both to group there, too")
+# Largest number of devices in a range.
 MAX_DEVICES = 100_000
-"""Largest number of devices in a range."""
 DEVICES = re.compile(r"list\(range\((\d+),(\d+)(?:,(\d+))?\)\)|(?:list\()?\[(\d+(?:,\d+)*)\]\)?")
 PARALLEL_KINDS = ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel")
 ROLES: dict[str, str] = table.read_table("roll")["roles"]

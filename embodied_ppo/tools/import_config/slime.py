@@ -47,6 +47,7 @@ def evaluation_samples(value: Any, source: Source) -> Answer:
     return {"evaluation.n": value} | rules.evaluation_temperature(temperature, source)
 
 
+# Rules of one expression.
 SIMPLE = {
     "prompts": lambda value, source: rules.whole_prompts(
         value, source.get("n-samples-per-prompt", 1)
@@ -57,5 +58,4 @@ SIMPLE = {
     "lr_end": lambda value, source: value / source.get("lr", 1e-6),
     "adam_betas": rules.adam_betas("adam-beta"),
 }
-"""Rules of one expression."""
 SLIME: Framework = load("slime", {**rules.SHARED, **globals(), **SIMPLE})

@@ -47,12 +47,12 @@ class Reason(str):
 
 
 SHARED = read_table("shared")
+# Reasons that several frameworks share.
 REASONS = {name: Reason(text) for name, text in SHARED["reasons"].items()}
-"""Reasons that several frameworks share."""
+# Our options, path -> value, or the reason why there are none.
 Answer = dict[str, Any] | Reason
-"""Our options, path -> value, or the reason why there are none."""
+# (their value, all options of the file) -> an ``Answer``, or with ``to`` our value or a reason.
 Rule = Callable[[Any, "Source"], Any]
-"""(their value, all options of the file) -> an ``Answer``, or with ``to`` our value or a reason."""
 Entry = dict[str, Any]
 
 

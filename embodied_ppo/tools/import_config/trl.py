@@ -305,6 +305,7 @@ PPO = load(
     globals() | training_rules(updates, lambda source: 1.0, batches, REASONS["EPOCHS"]),
     differences=differences_of,
 )
+# The options of both trainers, by which a file of TRL is recognised; ``variant`` selects one.
 TRL = replace(
     PPO,
     name="TRL",
@@ -312,4 +313,3 @@ TRL = replace(
     rules={**GRPO.rules, **PPO.rules},
     variant=trainer_of,
 )
-"""The options of both trainers, by which a file of TRL is recognised; ``variant`` selects one."""

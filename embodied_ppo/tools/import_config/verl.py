@@ -16,10 +16,10 @@ ACTOR = "actor_rollout_ref.actor"
 AGGREGATION = f"{ACTOR}.loss_agg_mode"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
 MODEL = "actor_rollout_ref.model"
+# Steps of an episode of every suite of LIBERO there.
 LONGEST = 512
-"""Steps of an episode of every suite of LIBERO there."""
+# Rounds of the filter here; theirs continues until the batch is full.
 ROUNDS = 100
-"""Rounds of the filter here; theirs continues until the batch is full."""
 
 
 def count_gpus(source: Source) -> int:

@@ -15,8 +15,8 @@ from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.tools.import_policy.layers import Linear, check_chain
 from embodied_ppo.tools.import_policy.untrusted_files import shown
 
+# Bounds of the logarithm of the standard deviation of libraries that have none.
 LOG_STD_BOUNDS = (-20.0, 20.0)
-"""Bounds of the logarithm of the standard deviation of libraries that have none."""
 
 REWARD_CLIP = 10.0  # bound of normalised rewards in CleanRL, and Stable-Baselines3's default
 

@@ -10,14 +10,14 @@ from embodied_ppo.tools.import_policy import cleanrl, rsl_rl, sb3
 from embodied_ppo.tools.import_policy.imported import ImportedPolicy
 from embodied_ppo.tools.import_policy.untrusted_files import label_of, refusing_damage
 
+# Key -> name of the library, and the reader of its files.
 LIBRARIES = {
     "sb3": ("Stable-Baselines3", sb3.read),
     "rsl_rl": ("rsl_rl", rsl_rl.read),
     "cleanrl": ("CleanRL", cleanrl.read),
 }
-"""Key -> name of the library, and the reader of its files."""
+# Libraries whose checkpoints do not contain the normaliser of observations.
 KEEP_NORMALIZER_APART = ("sb3", "cleanrl")
-"""Libraries whose checkpoints do not contain the normaliser of observations."""
 
 
 def read(library: str, path: Path, normalizer: Path | None, *, critic: bool) -> ImportedPolicy:

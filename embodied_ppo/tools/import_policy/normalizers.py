@@ -9,10 +9,10 @@ from typing import Any
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.tools.import_policy import imported, untrusted_files
 
+# Value of normalizer=.. where the training normalised no observations.
 NONE = Path("none")
-"""Value of normalizer=.. where the training normalised no observations."""
+# ``Normalizer.eps`` and ``Normalizer.clip`` if the file does not contain them.
 EPS, CLIP = 1e-8, 10.0
-"""``Normalizer.eps`` and ``Normalizer.clip`` if the file does not contain them."""
 
 
 def read_normalizer(

@@ -23,20 +23,20 @@ from embodied_ppo.tools.import_policy import imported, untrusted_files
 from embodied_ppo.tools.import_policy.imported import ImportedPolicy, Normalizer
 from embodied_ppo.tools.import_policy.layers import StateDict
 
+# ``Normalizer.eps`` where nothing is added; it changes no float32 variance above 2e-9.
 NO_EPS = 1e-16
-"""``Normalizer.eps`` where nothing is added; it changes no float32 variance above 2e-9."""
 OTHER_NORMALIZER = "normalises observations in another way than the policy"
+# Bounds of the logarithm of the standard deviation.
 STD_RANGE = (math.log(1e-6), math.log(1e6))
-"""Bounds of the logarithm of the standard deviation."""
 MAPPING_NOTE = (
     "env.action_mapping=none, the library's default; the file does not contain clip_actions"
 )
+# Entries of 1.x and 2.x beside the model -> the network that they normalise.
 SEPARATE_NORMALIZERS = {
     "obs_norm_state_dict": "actor",
     "privileged_obs_norm_state_dict": "critic",
     "critic_obs_norm_state_dict": "critic",
 }
-"""Entries of 1.x and 2.x beside the model -> the network that they normalise."""
 
 
 def read(path: Path, normalizer: Path | None) -> ImportedPolicy:

@@ -28,17 +28,17 @@ from torch import Tensor
 from embodied_envs.base.errors import ConfigError, one_line, shorten
 from embodied_ppo.core import guarded_files
 
+# Exceptions that a damaged file can raise; RecursionError is a RuntimeError.
 DAMAGED = (
     *(pickle.UnpicklingError, EOFError, RuntimeError, LookupError, ValueError, TypeError),
     *(AttributeError, AssertionError, OverflowError, MemoryError, OSError, ImportError),
     *(SyntaxError, tokenize.TokenError, zipfile.BadZipFile, zlib.error, struct.error),
 )
-"""Exceptions that a damaged file can raise; RecursionError is a RuntimeError."""
 LARGEST_FILE = 2**30  # largest size of a file, in bytes
+# Packages whose names a pickle may use.
 PACKAGES = ("numpy.", "gymnasium.", "gym.", "stable_baselines3.")
-"""Packages whose names a pickle may use."""
+# How PyTorch names what a file needs.
 NEEDED_NAME = re.compile(r"GLOBAL (\S+)")
-"""How PyTorch names what a file needs."""
 
 
 # ----------------------------------------------------------------------------------------- messages
@@ -127,6 +127,7 @@ def _frombuffer(buffer: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
 
 _RECONSTRUCT: Any = np.zeros(1).__reduce__()[0]
 _SCALAR: Any = np.float64(0).__reduce__()[0]
+# Name in a pickle -> what is called.
 _ALLOWED: dict[str, Callable[..., Any]] = {
     "numpy.ndarray": np.ndarray,
     "numpy.dtype": np.dtype,
@@ -137,7 +138,6 @@ _ALLOWED: dict[str, Callable[..., Any]] = {
     "__builtin__.bytes": bytes,
     "collections.OrderedDict": dict,
 }
-"""Name in a pickle -> what is called."""
 
 
 class _Unpickler(pickle.Unpickler):

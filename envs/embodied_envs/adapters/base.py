@@ -15,8 +15,8 @@ from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
 from embodied_envs.types import Obs, VectorEnv, choices_of
 
+# Entries of a simulator's info that mean success.
 SUCCESS_KEYS = ("success", "is_success")
-"""Entries of a simulator's info that mean success."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +70,13 @@ class Adapter(VectorEnv):
     ``step``, ``reset_where`` and ``render``.
     """
 
+    # Conversion of each array that the policy reads, see ``spaces.observations``.
     leaves: dict[str, spaces.Leaf]
-    """Conversion of each array that the policy reads, see ``spaces.observations``."""
+    # Whether large numbers of float64 reach the normaliser as they are, see
+    # ``spaces.observations``.
     keeps_float64 = False
-    """Whether large numbers of float64 reach the normaliser as they are, see
-    ``spaces.observations``."""
+    # Whether the simulator never changes an array that it has returned.
     returns_new_arrays = False
-    """Whether the simulator never changes an array that it has returned."""
     _env: Any  # the simulator
 
     def __init__(self, id: str, options: AdapterOptions) -> None:

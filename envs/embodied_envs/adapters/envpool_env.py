@@ -26,23 +26,23 @@ from embodied_envs.base.errors import choose
 from embodied_envs.base.host_memory import free_memory
 from embodied_envs.types import NO_LIMIT, Composite, Obs, Step
 
+# Arguments of envpool.make that have their own option, or that the adapter depends on.
 _RESERVED = (
     *("num_envs", "batch_size", "seed", "env_seed", "num_threads", "max_episode_steps"),
     "render_mode",
 )
-"""Arguments of envpool.make that have their own option, or that the adapter depends on."""
 
+# Families whose environments each copy the robot's meshes: 8 to 170 MB (others: 1 MB).
 _LARGE_MODELS = ("playground", "myosuite", "dmc", "robotics", "metaworld")
-"""Families whose environments each copy the robot's meshes: 8 to 170 MB (others: 1 MB)."""
 
+# Families that ignore max_episode_steps, as tasks without a limit do (CliffWalking, 2048).
 _FIXED_TIME_LIMIT = ("envpool.highway", "envpool.jumanji")
-"""Families that ignore max_episode_steps, as tasks without a limit do (CliffWalking, 2048)."""
 
+# Number of environments up to which free memory is not checked: they take at most 3 GB.
 _SMALL_POOL = 16
-"""Number of environments up to which free memory is not checked: they take at most 3 GB."""
 
+# Why this process cannot render MuJoCo images; "" if it can, None before EnvPool is loaded.
 _egl_error: str | None = None
-"""Why this process cannot render MuJoCo images; "" if it can, None before EnvPool is loaded."""
 
 
 def load() -> Any:

@@ -7,16 +7,16 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+# Family -> folder of its models below base_path/mujoco.
 FAMILIES = {"envpool.mujoco.gym": "assets_gym", "envpool.mujoco.dmc": "assets_dmc"}
-"""Family -> folder of its models below base_path/mujoco."""
 
+# Half size of a horizontal plane from which on it is a floor.
 LEAST_FLOOR_M = 2.0
-"""Half size of a horizontal plane from which on it is a floor."""
+# First part of the id -> seconds of a step, of classic control and Box2D.
 CONTROL_STEP_S = {
     **{"Acrobot": 0.2, "CartPole": 0.02, "Pendulum": 0.05},
     **dict.fromkeys(("BipedalWalker", "CarRacing", "LunarLander"), 0.02),
 }
-"""First part of the id -> seconds of a step, of classic control and Box2D."""
 
 
 def step_s(id: str, family: str, config: Mapping[str, object]) -> float | None:

@@ -92,8 +92,8 @@ class GymnasiumEnv(Adapter):
         except BaseException:  # processes of asynchronous environments would outlive the message
             self.close()
             raise
+        # Converts observations [N, ..].
         self.read_obs = spaces.reader(self.leaves)
-        """Converts observations [N, ..]."""
 
     def _observe_sentences(
         self, sentences: Sequence[str], read: Callable[[Any], Any] | None

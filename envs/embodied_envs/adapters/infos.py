@@ -14,10 +14,10 @@ from torch import Tensor
 
 from embodied_envs.base.observation_names import ACTION_MASK
 
+# Entries that are read elsewhere.
 _NO_NUMBERS = ("final_obs", "final_observation", "final_info", "terminal_observation", ACTION_MASK)
-"""Entries that are read elsewhere."""
+# Matches dictionaries whose names are left out (Isaac Lab, rsl_rl).
 _GROUPS = r"(^|/)(?:log|extras)/"
-"""Matches dictionaries whose names are left out (Isaac Lab, rsl_rl)."""
 
 
 def read_numbers(info: Any, num_envs: int) -> dict[str, Tensor]:

@@ -38,8 +38,8 @@ from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
 
 _OF_ADAPTERS = ("final_observation", "partial_reset", "vectorization_mode", "autoreset_mode")
+# Entries of env.kwargs that the adapters read.
 _OF_ADAPTERS += ("vector_kwargs",)
-"""Entries of env.kwargs that the adapters read."""
 
 
 def make(

@@ -18,8 +18,8 @@ from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base.errors import EnvError, check_names
 from embodied_envs.base.observation_names import INSTRUCTION
 
+# Values of env.simulator.
 SIMULATORS = (*TASKS, "maniskill")
-"""Values of env.simulator."""
 
 
 def make(id: str, simulator: str, options: AdapterOptions) -> GymnasiumEnv | TorchVectorEnv:

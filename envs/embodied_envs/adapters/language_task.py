@@ -31,19 +31,19 @@ class LanguageTask(gymnasium.Env):
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"]}  # noqa: RUF012
+    # What has to be installed.
     package: ClassVar[str]
-    """What has to be installed."""
+    # Names of the cameras in the project; all of them are read by default.
     cameras: ClassVar[tuple[str, ...]]
-    """Names of the cameras in the project; all of them are read by default."""
     state_size: ClassVar[int] = 0
+    # Largest absolute value of an action, and its size.
     action_range: ClassVar[tuple[float, int]] = (1.0, 7)
-    """Largest absolute value of an action, and its size."""
+    # Names of options; None: the project checks them.
     known_options: ClassVar[tuple[str, ...] | None] = None
-    """Names of options; None: the project checks them."""
+    # Control steps of an episode in the project's evaluation, where all tasks have as many.
     steps: ClassVar[int]
-    """Control steps of an episode in the project's evaluation, where all tasks have as many."""
+    # Seconds of a control step; None if they differ.
     control_s: ClassVar[float | None] = None
-    """Seconds of a control step; None if they differ."""
 
     def __init__(
         self,
@@ -329,11 +329,11 @@ class CalvinTask(LanguageTask):
         return self.options["sentence_of"][self.subtask], self.obs["robot_obs"], self.obs["rgb_obs"]
 
 
+# Value of env.simulator -> class of its tasks.
 TASKS: dict[str, type[LanguageTask]] = {
     **{"simpler": SimplerTask, "robocasa": RoboCasaTask, "robotwin": RoboTwinTask},
     "calvin": CalvinTask,
 }
-"""Value of env.simulator -> class of its tasks."""
 
 
 def make_tasks(

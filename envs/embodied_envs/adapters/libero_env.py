@@ -31,11 +31,11 @@ from embodied_envs.base.errors import EnvError
 from embodied_envs.types import ArraySpec, Box, EnvInfo, Step
 
 TIME_LIMITS = {"libero_spatial": 220, "libero_object": 280, "libero_goal": 300}
+# Suite -> control steps (1/20 s) of an episode, as in OpenVLA (run_libero_eval.py) and openpi
+# (examples/libero/main.py). The longest demonstrations have 193, 254, 270, 505 and 373 steps.
 TIME_LIMITS |= {"libero_10": 520, "libero_90": 400}
-"""Suite -> control steps (1/20 s) of an episode, as in OpenVLA (run_libero_eval.py) and openpi
-(examples/libero/main.py). The longest demonstrations have 193, 254, 270, 505 and 373 steps."""
+# Stand-in for the sentences of a suite where LIBERO's package is missing.
 SENTENCE = "pick up the black bowl between the plate and the ramekin and place it on the plate"
-"""Stand-in for the sentences of a suite where LIBERO's package is missing."""
 _ASSETS = ("articulated_objects", "scenes", "stable_hope_objects", "stable_scanned_objects")
 _ASSETS += ("textures", "turbosquid_objects")
 _DOWNLOAD = "hf download lerobot/libero-assets --repo-type dataset --local-dir"
@@ -115,8 +115,8 @@ class LiberoEnv(GymnasiumEnv):
     environment's index into them.
     """
 
+    # The last action that closes the gripper; its negative opens it.
     gripper_closes = 1.0
-    """The last action that closes the gripper; its negative opens it."""
 
     def __init__(self, id: str, options: AdapterOptions) -> None:
         if not has_task(id):

@@ -27,10 +27,10 @@ from embodied_envs.adapters.simulator_processes import (
 from embodied_envs.base.errors import EnvError
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
+# Number of fixed initial states of every task.
 STATES = 50
-"""Number of fixed initial states of every task."""
+# BDDL file of a task, and its initial states [STATES, n].
 Scene: TypeAlias = "tuple[str, np.ndarray]"
-"""BDDL file of a task, and its initial states [STATES, n]."""
 _STILL = np.array([0.0, 0, 0, 0, 0, 0, -1])  # no motion, gripper open
 _config_folder: Any = None  # temporary folder of config.yaml, deleted when the process ends
 

@@ -18,11 +18,11 @@ from embodied_envs.base.observation_names import names_observation
 from embodied_envs.base.random import normal, sampling_key, uniform
 from embodied_envs.types import ArraySpec, Box, Composite, Obs, Step, VectorEnv, has_action_mask
 
+# Name of an observation that is one array.
 STATE = "state"
-"""Name of an observation that is one array."""
 OWN_TASKS_ONLY = "only the tasks of this package (simulator=mujoco or warp) have it"
+# Largest number of an option.
 LARGEST = 1e9
-"""Largest number of an option."""
 DISTURBANCES = ("obs_delay", "obs_noise", "obs_bias", "obs_dropout")
 
 
@@ -279,9 +279,9 @@ class RealisticEnv(EnvWrapper):
         bounds, parts = (self.realism.action_delay, self.realism.joint_delay), self.realism.parts
         low_parts, high_parts = (sum(x) for x in zip(*bounds, strict=True))
         spec, steps = self.action_spec, high_parts // parts
+        # int64 [N, 1] or [N, A], which the simulator reads: physics steps of the delay besides
+        # whole steps. None without fractions.
         self.late_substeps: Tensor | None = None
-        """int64 [N, 1] or [N, A], which the simulator reads: physics steps of the delay besides
-        whole steps. None without fractions."""
         if parts > 1:
             simulator: Any = self.env
             late = {x % parts for x in range(low_parts, high_parts + 1)}
@@ -299,8 +299,8 @@ class RealisticEnv(EnvWrapper):
                 neutral = torch.cat([neutral.new_zeros(len(spec.choices)), neutral])
         else:
             neutral = torch.zeros((), dtype=torch.int64, device=self.device)
+        # [N, A] or [N], what the simulator executes until the first action arrives.
         self.neutral_action = neutral.expand(self.num_envs, *neutral.shape)
-        """[N, A] or [N], what the simulator executes until the first action arrives."""
         self._actions = self.neutral_action.expand(steps, *self.neutral_action.shape).clone()
         self._command = self.neutral_action.clone()
 
@@ -420,10 +420,10 @@ class RealisticEnv(EnvWrapper):
         if self.late_substeps is not None:
             self.late_substeps.copy_(delay % self.realism.parts)
             delay = delay // self.realism.parts
+        # int64 [N, 1] or [N, A], delay of the actions of the current episodes, whole steps.
         self.action_delays = delay
-        """int64 [N, 1] or [N, A], delay of the actions of the current episodes, whole steps."""
+        # Observation -> int64 [N], its delay in the current episodes, control steps.
         self.obs_delays: dict[str, Tensor] = {}
-        """Observation -> int64 [N], its delay in the current episodes, control steps."""
         for d in self.realism.obs_delay:
             self.obs_delays |= dict.fromkeys(d.names, delays(d.low, d.high, d.stream)[:, 0])
         self._bias = {

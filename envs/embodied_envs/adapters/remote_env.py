@@ -20,10 +20,10 @@ from embodied_envs.base import watchdog
 from embodied_envs.base.errors import EnvError, ProcessLost
 from embodied_envs.base.observation_names import INSTRUCTION
 
+# Address of the server, where env.kwargs.address names no other.
 ADDRESS = "127.0.0.1:8001"
-"""Address of the server, where env.kwargs.address names no other."""
+# Time limit of the connection and the greeting, seconds.
 GREETING_S = 10.0
-"""Time limit of the connection and the greeting, seconds."""
 
 
 class RemoteVector(gymnasium.vector.VectorEnv):

@@ -16,9 +16,9 @@ from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.async_vector_env import _async_worker
 
 SHARED = ("numpy", "scipy.spatial.transform", "cv2", "numba", "embodied_envs.adapters.libero_task")
+# Modules that the fork server loads, if they are installed. None of them loads torch or OpenGL,
+# whose threads and contexts do not survive a fork.
 SHARED += ("robosuite.utils.binding_utils",)
-"""Modules that the fork server loads, if they are installed. None of them loads torch or OpenGL,
-whose threads and contexts do not survive a fork."""
 
 
 def run_worker(*arguments: Any) -> None:

@@ -30,8 +30,8 @@ from embodied_envs.types import (
 )
 
 Leaf = Callable[[Any], Tensor]
+# Names of observations of simulation only: privileged_state (Playground), critic (Isaac Lab).
 PRIVILEGED = re.compile(r"(^|[_/.])(privileged|priv|critic)([_/.]|$)", re.IGNORECASE)
-"""Names of observations of simulation only: privileged_state (Playground), critic (Isaac Lab)."""
 
 
 def is_privileged(name: str) -> bool:
@@ -247,8 +247,8 @@ class ActionConverter:
             EnvError: The space, or a part of it, is another one, or is empty.
         """
         self.space = space
+        # Name -> array, in the order of the space; a single one has the name "".
         self.arrays: dict[str, ActionArray] = {}
-        """Name -> array, in the order of the space; a single one has the name ""."""
         self._starts: dict[str, Tensor] = {}  # of choices
         self._limits: dict[str, tuple[Tensor, Tensor]] = {}  # of whole numbers
         choices, numbers, rounded = list[int](), list[tuple[float, float]](), list[str]()

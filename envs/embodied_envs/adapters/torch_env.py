@@ -52,8 +52,8 @@ from embodied_envs.base import tree
 from embodied_envs.base.errors import check_choice
 from embodied_envs.types import Obs, Step
 
+# Names of the policy's observations in Isaac Lab and mjlab; the critic's are another group.
 _ACTOR_GROUPS = ("policy", "actor")
-"""Names of the policy's observations in Isaac Lab and mjlab; the critic's are another group."""
 
 
 class TorchVectorEnv(Adapter):

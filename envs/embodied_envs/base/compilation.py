@@ -20,10 +20,10 @@ def is_compilation_disabled() -> bool:
     return os.environ.get("TORCH_COMPILE_DISABLE") == "1"
 
 
+# Number of variants that torch may compile of a function in this process: for each number of
+# dimensions, size that does not vary, gradient and inference mode, and precision of products.
+# Beyond it the function runs eagerly; torch's own limit is 8.
 VARIANTS = 64
-"""Number of variants that torch may compile of a function in this process: for each number of
-dimensions, size that does not vary, gradient and inference mode, and precision of products. Beyond
-it the function runs eagerly; torch's own limit is 8."""
 
 
 def compile_function(

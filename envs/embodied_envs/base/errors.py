@@ -51,8 +51,8 @@ def nearest(word: str, names: Iterable[str], *, cutoff: float | None = None) -> 
     return near[0] if near else None
 
 
+# Largest length of the line that reports an error, in characters, including ``error: ``.
 LONGEST_LINE = 300
-"""Largest length of the line that reports an error, in characters, including ``error: ``."""
 
 
 def choose(word: str, names: Sequence[str], intro: str) -> str:
@@ -138,16 +138,16 @@ def fit_message(message: str, limit: int = LONGEST_LINE) -> str:
     return shorten(message, limit)
 
 
+# Patterns of values, and the number of characters that is left of one.
 _VALUES = (
     (r"[^\s=]+", 40),
     (r"""(?<!\w)'[^']*'(?!\w)|"[^"]*"|\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}""", 40),
     (r"[^;:]+", 60),
 )
-"""Patterns of values, and the number of characters that is left of one."""
 
 
+# Largest length of a path in a message, characters; the end of a longer path is shown.
 LONGEST_PATH = 100
-"""Largest length of a path in a message, characters; the end of a longer path is shown."""
 
 
 def show_path(path: object) -> str:

@@ -6,13 +6,13 @@ import contextlib
 import ctypes
 from pathlib import Path
 
+# Parameters of the C library's ``mallopt``.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Parameters of the C library's ``mallopt``."""
+# Freed memory that the C library keeps.
 KEPT_BYTES = 1 << 28
-"""Freed memory that the C library keeps."""
+# Size from which the C library maps a block separately and unmaps it when it is freed, the largest
+# that glibc accepts.
 MMAP_THRESHOLD_BYTES = 1 << 25
-"""Size from which the C library maps a block separately and unmaps it when it is freed, the largest
-that glibc accepts."""
 
 
 def keep_freed_memory() -> None:

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from embodied_envs.base.errors import EnvError
 
+# Channels of an image above which they must be half of its sides at most.
 MAX_CHANNELS = 32
-"""Channels of an image above which they must be half of its sides at most."""
+# Smallest side of an image of numbers other than bytes, or without a dimension of channels: that of
+# the network of Mnih et al. 2015. Smaller arrays are vectors.
 MIN_SIDE = 36
-"""Smallest side of an image of numbers other than bytes, or without a dimension of channels: that
-of the network of Mnih et al. 2015. Smaller arrays are vectors."""
+# Bounds of an observation above which it counts as unbounded.
 MAX_BOUND = 1e6
-"""Bounds of an observation above which it counts as unbounded."""
 
 
 @dataclass(frozen=True, slots=True)

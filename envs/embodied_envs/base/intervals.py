@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+# 97.5% quantile of the normal distribution.
 Z95 = 1.959964
-"""97.5% quantile of the normal distribution."""
 
 
 def wilson_interval(successes: int, n: int, z: float = Z95) -> tuple[float, float]:

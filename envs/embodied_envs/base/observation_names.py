@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+# Name of an observation that is one array.
 SINGLE = "obs"
-"""Name of an observation that is one array."""
+# Name of the observation that is an index into the simulator's sentences.
 INSTRUCTION = "instruction"
-"""Name of the observation that is an index into the simulator's sentences."""
+# Name of the observation that is the one-hot index of the task, where there are several.
 TASK = "task"
-"""Name of the observation that is the one-hot index of the task, where there are several."""
+# Name of the observation that marks the possible values of all choices, bool [N, K]. The policy
+# gives the others probability 0, and its networks do not read it.
 ACTION_MASK = "action_mask"
-"""Name of the observation that marks the possible values of all choices, bool [N, K]. The policy
-gives the others probability 0, and its networks do not read it."""
 
 
 def names_observation(key: str, name: str) -> bool:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 SEED, STREAM, COUNT = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03, 0x8CB92BA72F3D8DD7
+# Odd 64-bit factors of seed, stream, count and index, and those of the finaliser.
 INDEX, MIX1, MIX2 = 0xAEF17502108EF2D9, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""Odd 64-bit factors of seed, stream, count and index, and those of the finaliser."""
 
 
 def _signed(x: int) -> int:
@@ -72,8 +72,8 @@ def sampling_key(*parts: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+# Training seeds are below this bound, evaluation seeds at or above it.
 TRAINING_SEEDS = 1 << 30
-"""Training seeds are below this bound, evaluation seeds at or above it."""
 
 
 def env_seeds(seed: int, round_: int, num_envs: int, group_size: int = 1) -> list[int]:

@@ -16,23 +16,22 @@ from pathlib import Path
 
 from embodied_envs.base.errors import ProcessLost, TrainingError
 
+# Simulator calls, by their index in the record.
 CALLS = ("its constructor", "reset()", "step()")
-"""Simulator calls, by their index in the record."""
+# Indices into ``numbers``.
+#
+# SINCE: monotonic time in seconds at which the call began, 0 without a call. CALL: index into
+# CALLS. LIMIT: time limit of the call in seconds. EXIT_CODE_PLUS_ONE: exit code of the command plus
+# 1, 0 while it runs. FORWARDED: number of signals that the supervisor forwarded.
 SINCE, CALL, LIMIT, EXIT_CODE_PLUS_ONE, FORWARDED = range(5)
-"""Indices into ``numbers``.
-
-SINCE: monotonic time in seconds at which the call began, 0 without a call. CALL: index into CALLS.
-LIMIT: time limit of the call in seconds. EXIT_CODE_PLUS_ONE: exit code of the command plus 1, 0
-while it runs. FORWARDED: number of signals that the supervisor forwarded.
-"""
+# Byte offsets of the description and of the path of the log.
 _TEXT, _PATH = 64, 1024
-"""Byte offsets of the description and of the path of the log."""
 
 memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
 numbers = memoryview(memory)[:_TEXT].cast("d")
 numbers[LIMIT] = math.inf
+# Whether the parent process supervises this one.
 supervised = False
-"""Whether the parent process supervises this one."""
 _env_id, _during = "", ""
 
 
@@ -112,8 +111,8 @@ def _phase() -> str:
     return f" ({during})" if during else ""
 
 
+# Start time of the call that was interrupted by Ctrl-Z, and the total length of its pauses (s).
 _paused_call = _paused_s = 0.0
-"""Start time of the call that was interrupted by Ctrl-Z, and the total length of its pauses (s)."""
 
 
 def exclude_pause(seconds: float) -> None:

@@ -19,12 +19,12 @@ from embodied_envs.base.errors import EnvError, check_names
 from embodied_envs.physics.domain_randomization import model_field
 from embodied_envs.robots.robot_model import FREE, SLIDE, driven_dofs
 
+# Largest number of shapes in one image.
 MAX_GEOMS = 2000
-"""Largest number of shapes in one image."""
+# MjData fields that determine an image.
 POSE_FIELDS = ("qpos", "mocap_pos", "mocap_quat")
-"""MjData fields that determine an image."""
+# Half size of a horizontal plane from which on it is a floor, which images for people extend.
 LEAST_FLOOR_M = 2.0
-"""Half size of a horizontal plane from which on it is a floor, which images for people extend."""
 
 
 def gl_context(width: int, height: int) -> Any:

@@ -37,9 +37,30 @@ class Range:
     of_base: bool = False
 
 
+# Fields with the gains of position servos.
 SERVO = ("actuator_gainprm", "actuator_biasprm")
-"""Fields with the gains of position servos."""
 
+# Name of the option -> what it changes. The numbers are uniform between the two bounds.
+# * mass scales body masses and inertias by the same factor (the density).
+# * friction scales the sliding friction of geoms, damping the damping of joints.
+# * gains scales gain and bias of actuators, but not their force limit; of a position servo these
+#   are stiffness and damping.
+# * kp scales the gain of actuators and the stiffness of position servos, kd the damping of servos,
+#   armature and friction_loss those of joints.
+# * payload adds a mass (kg) at the centre of mass of the floating base; com moves this centre along
+#   the base's x, y and z (m).
+# * motor_strength scales the force of actuators with its limit. The force is the gain times ctrl
+#   plus the bias, clamped to the limit; gain, bias and limit are multiplied by the same factor,
+#   hence the force. The limit of a joint (actuatorfrcrange) is that of the actuator that drives it.
+#   To scale the gear would be wrong: it also changes the length of a position servo, hence the
+#   meaning of its target.
+# * joint_offset x (rad) shifts what the encoders of hinge joints measure. The bias of a position
+#   servo is computed for the angle plus x, and ``joint_offsets`` shifts the angles that the policy
+#   reads. To shift ctrl would be wrong: ctrlrange limits the command, not the resulting angle.
+# * gravity scales its strength.
+# * camera_position moves each camera along x, y and z (m); camera_angle turns it about its own x, y
+#   and z (rad).
+# * light scales the diffuse light; colour shifts red, green and blue, within 0 to 1.
 RANGES: dict[str, Range] = {
     "mass": Range(("body_mass", "body_inertia"), "scale"),
     "friction": Range(("geom_friction",), "scale", (slice(1),)),
@@ -59,29 +80,6 @@ RANGES: dict[str, Range] = {
     "light": Range(("light_diffuse",), "scale"),
     "colour": Range(("geom_rgba", "mat_rgba"), "add", (slice(3),)),
 }
-"""Name of the option -> what it changes. The numbers are uniform between the two bounds.
-
-* mass scales body masses and inertias by the same factor (the density).
-* friction scales the sliding friction of geoms, damping the damping of joints.
-* gains scales gain and bias of actuators, but not their force limit; of a position servo these are
-  stiffness and damping.
-* kp scales the gain of actuators and the stiffness of position servos, kd the damping of servos,
-  armature and friction_loss those of joints.
-* payload adds a mass (kg) at the centre of mass of the floating base; com moves this centre along
-  the base's x, y and z (m).
-* motor_strength scales the force of actuators with its limit. The force is the gain times ctrl plus
-  the bias, clamped to the limit; gain, bias and limit are multiplied by the same factor, hence the
-  force. The limit of a joint (actuatorfrcrange) is that of the actuator that drives it. To scale
-  the gear would be wrong: it also changes the length of a position servo, hence the meaning of its
-  target.
-* joint_offset x (rad) shifts what the encoders of hinge joints measure. The bias of a position
-  servo is computed for the angle plus x, and ``joint_offsets`` shifts the angles that the policy
-  reads. To shift ctrl would be wrong: ctrlrange limits the command, not the resulting angle.
-* gravity scales its strength.
-* camera_position moves each camera along x, y and z (m); camera_angle turns it about its own x, y
-  and z (rad).
-* light scales the diffuse light; colour shifts red, green and blue, within 0 to 1.
-"""
 
 
 class Randomization:
@@ -117,15 +115,15 @@ class Randomization:
             x = torch.from_numpy(np.array(model_field(model, name), dtype=np.float64))
             if x.numel() and not (name == "jnt_actfrcrange" and not model.jnt_actfrclimited.any()):
                 self.base[name] = x
+        # MjModel fields that differ between worlds.
         self.fields = tuple(self.base)
-        """MjModel fields that differ between worlds."""
         # For each joint the last actuator that acts on it directly; 0 without one.
         self._driver = torch.zeros(model.njnt, dtype=torch.int64)
         for i in np.flatnonzero(drives_joint(model)).tolist():
             self._driver[model.actuator_trnid[i, 0]] = i
         self._sizes = {name: self._size(name) for name in ranges}
+        # Number of random numbers that one world takes.
         self.size = sum(self._sizes.values())
-        """Number of random numbers that one world takes."""
         self._first = dict(zip(ranges, itertools.accumulate(self._sizes.values(), initial=0)))
 
     def to(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+# Simulator fields that ``Task.reset`` may return; its other entries are variables of the task.
 INITIAL_FIELDS = ("qpos", "qvel", "act", "ctrl", "mocap_pos", "mocap_quat")
-"""Simulator fields that ``Task.reset`` may return; its other entries are variables of the task."""
+# MjData fields that the next physics step depends on; the solver starts from qacc_warmstart.
 STATE_FIELDS = ("time", *INITIAL_FIELDS, "qacc_warmstart")
-"""MjData fields that the next physics step depends on; the solver starts from qacc_warmstart."""
 
 
 class Physics(Protocol):
@@ -23,10 +23,10 @@ class Physics(Protocol):
     model: mujoco.MjModel
     device: torch.device
     dtype: torch.dtype
+    # MjData and MjModel fields, [N, ..], updated in place and never replaced by the engine.
     fields: dict[str, Tensor]
-    """MjData and MjModel fields, [N, ..], updated in place and never replaced by the engine."""
+    # Whether the host can read values at no cost; False on a GPU, which would synchronise.
     host_readable: bool
-    """Whether the host can read values at no cost; False on a GPU, which would synchronise."""
 
     def step(self, ctrl: Tensor, substeps: int) -> None:
         """Set ctrl [N, nu] and advance by ``substeps`` physics steps."""
@@ -40,8 +40,8 @@ class Physics(Protocol):
             u: [N, random_size], random numbers in [0, 1) from which a randomised model is drawn.
         """
 
+    # Random numbers per world that draw a randomised model; 0: all worlds have the same model.
     random_size: int
-    """Random numbers per world that draw a randomised model; 0: all worlds have the same model."""
 
     def uniform(self, seed: Tensor, stream: int, count: Tensor, size: int) -> Tensor:
         """Return ``base.random.uniform`` in ``dtype``, [N, size]."""

@@ -40,8 +40,8 @@ class JointOffsets:
         addresses = [int(model.jnt_qposadr[j]) for j in self._encoders.joints]
         self._qpos_index = torch.tensor(addresses, dtype=torch.int64, device=physics.device)
         self._qpos, self._ctrl = (torch.zeros_like(physics.fields[k]) for k in ("qpos", "ctrl"))
+        # [N, joints], rad.
         self.offset = torch.zeros_like(self._qpos[:, self._qpos_index])
-        """[N, joints], rad."""
 
     def begin(self, where: Tensor, u: Tensor) -> None:
         """Set the offsets of new episodes.

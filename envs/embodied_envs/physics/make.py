@@ -27,8 +27,8 @@ from embodied_envs.tasks import Task
 from embodied_envs.tasks.task import Stage
 from embodied_envs.types import NO_LIMIT
 
+# Control steps of random actions in which a GPU's worlds show how many contacts they need.
 WARM_UP_STEPS = 200
-"""Control steps of random actions in which a GPU's worlds show how many contacts they need."""
 
 
 def compile_model(task: Task, id: str) -> mujoco.MjModel:

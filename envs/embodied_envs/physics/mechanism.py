@@ -15,18 +15,18 @@ from embodied_envs.robots import observation_parts
 from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.tasks.task import State, Task
 
+# Type of a joint -> its name, its positions, its velocities, unit of the positions.
 JOINTS = {
     mujoco.mjtJoint.mjJNT_FREE: ("free", 7, 6, "m and quaternion"),
     mujoco.mjtJoint.mjJNT_BALL: ("ball", 4, 3, "quaternion"),
     mujoco.mjtJoint.mjJNT_SLIDE: ("slide", 1, 1, "m"),
     mujoco.mjtJoint.mjJNT_HINGE: ("hinge", 1, 1, "rad"),
 }
-"""Type of a joint -> its name, its positions, its velocities, unit of the positions."""
 NO_STATE = int(mujoco.mjtDyn.mjDYN_NONE)
+# Quantities of an observation in the frame of a body or site.
 FRAMES = ("velocity", "angular_velocity", "gravity")
-"""Quantities of an observation in the frame of a body or site."""
+# Action with which the relation of action and ctrl is measured, as a share of its bounds.
 PROBE = 0.05
-"""Action with which the relation of action and ctrl is measured, as a share of its bounds."""
 
 
 def joints(model: mujoco.MjModel, home: Sequence[float]) -> list[dict[str, Any]]:

@@ -24,12 +24,12 @@ try:
 except ImportError:  # before 3.17
     Batch = None
 
+# ``Task.stage`` -> the last stage that is computed after a control step.
 STAGES = {
     "none": int(mujoco.mjtStage.mjSTAGE_NONE),
     "velocity": int(mujoco.mjtStage.mjSTAGE_VEL),
     "forces": int(mujoco.mjtStage.mjSTAGE_ACC),
 }
-"""``Task.stage`` -> the last stage that is computed after a control step."""
 
 
 class BatchPhysics:

@@ -22,14 +22,14 @@ from embodied_envs.physics.task_validation import STATE, TaskValidator
 from embodied_envs.tasks.task import Task
 from embodied_envs.types import ArraySpec, Box, Obs, Step, VectorEnv
 
+# A world is unstable if a position, velocity or control reaches this value (MuJoCo's limit).
 HUGE = 1e10
-"""A world is unstable if a position, velocity or control reaches this value (MuJoCo's limit)."""
 
+# Bounds of the time before the first push of an episode and between two, at least one step.
 PUSH_INTERVAL_S = (5.0, 10.0)
-"""Bounds of the time before the first push of an episode and between two, at least one step."""
 
+# Streams of random numbers, see ``base.random``; that of pushes is 2.
 _RESET, _STEP = 0, 1
-"""Streams of random numbers, see ``base.random``; that of pushes is 2."""
 
 
 class MujocoEnv(VectorEnv):
@@ -75,11 +75,11 @@ class MujocoEnv(VectorEnv):
         self._pushes: Pushes | None = None
         self._joint_offsets: JointOffsets | None = None
         self._late_substeps: Tensor | None = None
+        # First physics step and number of physics steps between changes of ctrl.
         self._segments: list[tuple[int, int]] = [(0, task.decimation)]
-        """First physics step and number of physics steps between changes of ctrl."""
+        # Whether a step resets the worlds that end in it. If not, their state stays the last one of
+        # the episode until the caller resets them; set it before the first step.
         self.autoreset = True
-        """Whether a step resets the worlds that end in it. If not, their state stays the last one
-        of the episode until the caller resets them; set it before the first step."""
         zeros = torch.zeros(self.num_envs, dtype=torch.int64, device=physics.device)
         self._unstable = zeros.sum()
         self._seeds = torch.tensor(seeds, device=physics.device)
@@ -87,14 +87,14 @@ class MujocoEnv(VectorEnv):
         # Whether reset() was called since construction or restart(); whether close() was called.
         self._is_reset = self._closed = False
         self._all_worlds = torch.ones_like(zeros, dtype=torch.bool)
+        # Worlds whose episode the next step truncates, bool [N].
         self._truncation_mask = torch.zeros_like(self._all_worlds)
-        """Worlds whose episode the next step truncates, bool [N]."""
         validator = TaskValidator(id, task, physics, self.num_envs)
         start = validator.start(lambda: task.reset(self._start_numbers()[0]))
+        # The state that the task's functions read; the engine updates its tensors in place.
         self.s: dict[str, Tensor] = dict(physics.fields) | {
             k: x.clone() for k, x in start.items() if k not in INITIAL_FIELDS
         }
-        """The state that the task's functions read; the engine updates its tensors in place."""
         self._variables = [k for k in start if k not in INITIAL_FIELDS]
         self._before = validator.before(self.s)
         if self._carries_over:

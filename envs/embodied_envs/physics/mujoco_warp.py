@@ -39,40 +39,40 @@ from embodied_envs.physics.warp_model import (
     resolve_devices,
 )
 
+# Types of devices on which the functions of ``WarpPhysics.fuse`` are compiled.
 FUSED_DEVICES = ("cuda",)
-"""Types of devices on which the functions of ``WarpPhysics.fuse`` are compiled."""
 
+# Fields that a reset sets to 0, because MuJoCo's mj_forward computes them only for a sensor.
 _FORCES = ("cacc", "cfrc_int", "cfrc_ext")
-"""Fields that a reset sets to 0, because MuJoCo's mj_forward computes them only for a sensor."""
 
+# Derived fields that follow from positions.
 _FROM_POSITION = {
     *("xpos", "xquat", "xmat", "xipos", "ximat", "xanchor", "xaxis", "geom_xpos", "geom_xmat"),
     *("site_xpos", "site_xmat", "cam_xpos", "cam_xmat", "light_xpos", "light_xdir"),
     *("subtree_com", "cdof", "cinert", "flexvert_xpos", "flexedge_length", "ten_length", "ten_J"),
     *("actuator_length", "actuator_moment"),
 }
-"""Derived fields that follow from positions."""
 
+# Derived fields of positions and velocities; ``WarpPhysics._make_current`` computes them, too.
 _FROM_VELOCITY = {
     *("ten_velocity", "actuator_velocity", "cvel", "cdof_dot", "qfrc_bias", "qfrc_passive"),
     *("qfrc_spring", "qfrc_damper", "qfrc_gravcomp"),
 }
-"""Derived fields of positions and velocities; ``WarpPhysics._make_current`` computes them, too."""
 
+# Derived fields that follow from positions, velocities and controls.
 _FROM_CONTROL = ("actuator_force", "qfrc_actuator")
-"""Derived fields that follow from positions, velocities and controls."""
 
+# Constants of the model that follow from masses, without those of tracking cameras: they do not
+# follow cam_pos.
 _MASS_CONSTANTS = (
     *("body_subtreemass", "body_invweight0", "dof_invweight0"),
     *("tendon_invweight0", "actuator_acc0"),
 )
-"""Constants of the model that follow from masses, without those of tracking cameras: they do not
-follow cam_pos."""
 _CONTACT_OVERFLOW = int(
     OverflowType.BROADPHASE | OverflowType.NARROWPHASE | OverflowType.CCD | OverflowType.HFIELD
 )
+# Bits of Data.overflow that mean lost contacts, and those that mean lost constraints.
 _ROW_OVERFLOW = int(OverflowType.NEFC | OverflowType.NJMAX_NNZ)
-"""Bits of Data.overflow that mean lost contacts, and those that mean lost constraints."""
 
 
 class WarpPhysics:
@@ -130,12 +130,12 @@ class WarpPhysics:
         self.fields = {name: self._field(name, host) for name in names}
         self._derived = [k for k in self.fields if k not in STATE_FIELDS and hasattr(self.data, k)]
         current = {*_FROM_POSITION, *_FROM_VELOCITY, *_FROM_CONTROL, *_FORCES}
+        # Whether a reset must solve for accelerations.
         self._reset_solves = not current.issuperset(self._derived) or bool(
             self._warp_model.sensor_rne_postconstraint
         )
-        """Whether a reset must solve for accelerations."""
+        # Whether a derived field or a sensor follows from velocities.
         self._needs_velocity = not _FROM_POSITION.issuperset({*self._derived} - {*_FORCES})
-        """Whether a derived field or a sensor follows from velocities."""
         self._render_context = self._make_render_context() if cameras.names else None
 
     def _allocate(self) -> None:
@@ -156,20 +156,20 @@ class WarpPhysics:
             m.opt.gravity = wp.array(gravity, dtype=wp.vec3)
         self._warp_model, self.data = m, d
         self._warp_mask = wp.zeros(self.num_envs, dtype=bool)
+        # Worlds that ``_set_defaults`` resets, bool [N].
         self._mask = wp.to_torch(self._warp_mask)
-        """Worlds that ``_set_defaults`` resets, bool [N]."""
         self._warp_peak_counts = wp.zeros(5, dtype=int)
+        # Largest counts so far: contacts lost, rows lost; candidate pairs and contacts of all
+        # worlds; rows of one world.
         self._peak_counts = wp.to_torch(self._warp_peak_counts)
-        """Largest counts so far: contacts lost, rows lost; candidate pairs and contacts of all
-        worlds; rows of one world."""
+        # Copy of ``_peak_counts`` on the host.
         self._host_counts = torch.zeros(5, dtype=torch.int32, pin_memory=not self._on_cpu)
-        """Copy of ``_peak_counts`` on the host."""
         sensors = (m.sensor_contact_pos_adr, m.sensor_limitpos_adr, m.sensor_limitvel_adr)
         ids = np.concatenate([x.numpy() for x in sensors])
         owner = np.repeat(np.arange(self.model.nsensor), self.model.sensor_dim)
         columns = np.flatnonzero(np.isin(owner, ids))
+        # Columns of sensordata that need constraints (contacts, limits); 0 without any.
         self._constraint_columns = wp.array(columns, dtype=int)
-        """Columns of sensordata that need constraints (contacts, limits); 0 without any."""
         self.randomization.to(self.device, self.dtype)
         base = self.randomization.base
         shapes = {k: model_field(self.model, k).shape for k in varied}

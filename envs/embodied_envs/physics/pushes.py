@@ -11,8 +11,8 @@ from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.engine import Physics
 from embodied_envs.robots.robot_model import FREE, RobotModel
 
+# Stream of random numbers, see ``base.random``; ``MujocoEnv`` uses 0 and 1.
 STREAM = 2
-"""Stream of random numbers, see ``base.random``; ``MujocoEnv`` uses 0 and 1."""
 
 
 class Pushes:
@@ -49,8 +49,8 @@ class Pushes:
             )
         dof = robot.base_dof
         self._xy = physics.fields["qvel"][:, dof : dof + 2]
+        # int64 [N]: control steps of the episode before the next push.
         self.next = torch.zeros(len(self._xy), dtype=torch.int64, device=physics.device)
-        """int64 [N]: control steps of the episode before the next push."""
 
     def begin(self, where: Tensor, seeds: Tensor, episode: Tensor) -> None:
         """Draw the first push of new episodes.

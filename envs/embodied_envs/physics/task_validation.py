@@ -14,10 +14,10 @@ from embodied_envs.base.errors import EnvError, nearest
 from embodied_envs.physics.engine import INITIAL_FIELDS, Physics
 from embodied_envs.tasks.task import Task
 
+# Names of a task's ``observe`` [N, D], where it has a name, and of its ``privileged``.
 STATE, PRIVILEGED = "state", "privileged"
-"""Names of a task's ``observe`` [N, D], where it has a name, and of its ``privileged``."""
+# Name of an observation -> function of the state that returns [N, ..].
 Groups: TypeAlias = "Mapping[str, Callable[[Mapping[str, Tensor]], Tensor]]"
-"""Name of an observation -> function of the state that returns [N, ..]."""
 
 
 class TaskValidator:

@@ -20,6 +20,7 @@ Quantity: TypeAlias = Literal[
     "last_action",
 ]
 
+# Type of the MJCF's sensors that a robot has, besides those of joints and IMU -> unit.
 MEASURED_SENSORS: dict[int, str | None] = {
     int(getattr(mujoco.mjtSensor, f"mjSENS_{name}")): unit
     for name, unit in (
@@ -27,12 +28,11 @@ MEASURED_SENSORS: dict[int, str | None] = {
         *(("TENDONPOS", None), ("TENDONVEL", None)),
     )
 }
-"""Type of the MJCF's sensors that a robot has, besides those of joints and IMU -> unit."""
 
+# Unit of each usual command: velocities forward, to the left and of turning left; a position.
 COMMAND_UNITS = {"lin_vel_x": "m/s", "lin_vel_y": "m/s", "ang_vel_yaw": "rad/s"} | dict.fromkeys(
     ("x", "y", "z"), "m"
 )
-"""Unit of each usual command: velocities forward, to the left and of turning left; a position."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from embodied_envs.robots.target import TargetTask
 from embodied_envs.robots.terms import TermTask
 from embodied_envs.tasks.task import State
 
+# Body of the cube, and the sites at the tips of the two fingers.
 CUBE, TIP = "cube", "robot_tip_"
-"""Body of the cube, and the sites at the tips of the two fingers."""
+# Time in which a gripper opens or closes.
 SETTLE_S = 1.0
-"""Time in which a gripper opens or closes."""
+# Least change of the distance between the fingers of a gripper.
 LEAST_OPENING_M = 0.01
-"""Least change of the distance between the fingers of a gripper."""
 
 
 class PickTerms(TermTask):
@@ -33,21 +33,21 @@ class PickTerms(TermTask):
     """
 
     tolerance_m, still_m_s = 0.05, 0.2
+    # Height of the cube's centre where it rests.
     rest_m: float
-    """Height of the cube's centre where it rests."""
+    # Height of the gripper below which its fingers touch the ground.
     low_m: float
-    """Height of the gripper below which its fingers touch the ground."""
+    # Range of the cube's initial position; that of y is ``cube_y_m``.
     cube_x_m: tuple[float, float]
-    """Range of the cube's initial position; that of y is ``cube_y_m``."""
     cube_y_m: tuple[float, float]
+    # Index of the cube's position in qpos.
     cube_qpos: int
-    """Index of the cube's position in qpos."""
+    # Index of its velocity in qvel.
     cube_dof: int
-    """Index of its velocity in qvel."""
+    # Change of each target by an action of 1, [nu].
     scale: Tensor
-    """Change of each target by an action of 1, [nu]."""
+    # Lowest targets, [nu]; ``high`` has the highest.
     low: Tensor
-    """Lowest targets, [nu]; ``high`` has the highest."""
     high: Tensor
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:

@@ -14,24 +14,24 @@ import numpy as np
 from embodied_envs.base.errors import EnvError
 from embodied_envs.robots.robot_model import FILTERS, HINGE, IMU, Actuator, Array, RobotModel
 
+# Pattern of joint names -> stiffness and damping (N m/rad and N m s/rad), or "inertia".
 Gains: TypeAlias = "Mapping[str, tuple[float, float]] | Literal['inertia']"
-"""Pattern of joint names -> stiffness and damping (N m/rad and N m s/rad), or "inertia"."""
 
+# Of a servo whose gains follow from the inertia that it moves.
 FREQUENCY_HZ, DAMPING_RATIO = 6.0, 1.0
-"""Of a servo whose gains follow from the inertia that it moves."""
+# Such a servo yields at most this much to the weight that it carries at home.
 SAG_RAD = 0.1
-"""Such a servo yields at most this much to the weight that it carries at home."""
+# Largest angle of the servo's oscillation in a physics step, rad.
 STABLE = 1.0
-"""Largest angle of the servo's oscillation in a physics step, rad."""
+# Least iterations of the solver where gains differ from those that the model was tuned for.
 ITERATIONS = 20
-"""Least iterations of the solver where gains differ from those that the model was tuned for."""
 FOUND = 1 << int(mujoco.mjtConDataField.mjCONDATA_FOUND)
+# Sites that ``prepare`` adds at the sole of each foot.
 SOLE = "robot_sole_"
-"""Sites that ``prepare`` adds at the sole of each foot."""
 GYRO, FORCE = "robot_gyro", "robot_force_"
+# Sensors that ``prepare`` adds: the gyroscope; the force on each foot, in the last physics step;
+# the number of contacts of each foot and of the robot, after it.
 CONTACT, CONTACTS = "robot_contact_", "robot_contacts"
-"""Sensors that ``prepare`` adds: the gyroscope; the force on each foot, in the last physics step;
-the number of contacts of each foot and of the robot, after it."""
 
 
 @dataclass(frozen=True)

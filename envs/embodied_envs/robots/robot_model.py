@@ -16,23 +16,23 @@ from embodied_envs.robots.observation_parts import MEASURED_SENSORS, Part, senso
 Array: TypeAlias = "NDArray[np.float64]"
 Kind: TypeAlias = Literal["position", "velocity", "force"]
 
+# Values of mjtJoint.
 FREE, BALL, SLIDE, HINGE = range(4)
-"""Values of mjtJoint."""
 FILTERS = (int(mujoco.mjtDyn.mjDYN_FILTER), int(mujoco.mjtDyn.mjDYN_FILTEREXACT))
+# Values of mjtDyn.
 INTEGRATOR, MUSCLE = int(mujoco.mjtDyn.mjDYN_INTEGRATOR), int(mujoco.mjtDyn.mjDYN_MUSCLE)
-"""Values of mjtDyn."""
+# Feet are links whose lowest point is at most this far above that of the robot.
 GROUND_M = 0.02
-"""Feet are links whose lowest point is at most this far above that of the robot."""
+# Bounds of the action scale of position servos of hinges.
 SCALE_RAD = (0.2, 0.5)
-"""Bounds of the action scale of position servos of hinges."""
+# Share of the force limit that an error of one action scale causes.
 SCALE_OF_FORCE = 1.0
-"""Share of the force limit that an error of one action scale causes."""
+# Largest distance of a subtree's centre from its mirror image, and largest share of its mass by
+# which a pair differs.
 MIRROR_M, MIRROR_MASS = 0.05, 0.1
-"""Largest distance of a subtree's centre from its mirror image, and largest share of its mass by
-which a pair differs."""
 
+# Site of the observations, added by ``Preparation``, in the place of the model's IMU.
 IMU = "robot_imu"
-"""Site of the observations, added by ``Preparation``, in the place of the model's IMU."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +116,11 @@ class RobotModel:
         names = [model.key(k).name.lower() for k in range(model.nkey)]
         parts = ("bent", "home", "stand", "")
         candidates = [k for part in parts for k, name in enumerate(names) if part in name]
+        # Number of the keyframe of the home posture; None without one.
         self.key: int | None = next(iter(candidates), None) if key is None else model.key(key).id
-        """Number of the keyframe of the home posture; None without one."""
         home = model.qpos0 if self.key is None else model.key_qpos[self.key]
+        # Home posture, qpos [nq]. The lowest foot touches the ground, unless thrusters lift it.
         self.home: Array = home.copy()
-        """Home posture, qpos [nq]. The lowest foot touches the ground, unless thrusters lift it."""
         for j in np.flatnonzero(model.jnt_limited & (model.jnt_type >= SLIDE)):
             (low, high), i = model.jnt_range[j], model.jnt_qposadr[j]
             if self.key is None and not low <= self.home[i] <= high:

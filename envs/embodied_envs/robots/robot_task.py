@@ -39,14 +39,14 @@ class RobotTask(TermTask):
     Joints are in the order of MuJoCo. ``robot`` holds bodies, feet, pairs and actuators.
     """
 
+    # The robot's MJCF.
     mjcf: ClassVar[Path]
-    """The robot's MJCF."""
+    # Gains, floor and keyframe, where they are not those of the file.
     preparation: ClassVar[Preparation] = Preparation()
-    """Gains, floor and keyframe, where they are not those of the file."""
+    # Pattern of names of actuators -> scale of their action, where it is not the derived one.
     action_scale: ClassVar[Mapping[str, float]] = {}
-    """Pattern of names of actuators -> scale of their action, where it is not the derived one."""
+    # Largest distance of the start from home: rad, m; of velocities rad/s, m/s.
     noise = 0.05
-    """Largest distance of the start from home: rad, m; of velocities rad/s, m/s."""
     fields = ("sensordata", "site_xmat", "actuator_force")
     reads_joints_from_state = True
 

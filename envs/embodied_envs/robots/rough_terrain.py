@@ -33,14 +33,14 @@ class RoughTerrain(VelocityCommands):
     in the direction of the commands (``terrain.next_level``).
     """
 
+    # Points of the height scan: first, last, number.
     scan_x_m, scan_y_m = (-0.6, 0.6, 13), (-0.4, 0.4, 9)
-    """Points of the height scan: first, last, number."""
+    # Height of the start above the home pose: noise of the joints puts no foot in the ground.
     lift_m = 0.04
-    """Height of the start above the home pose: noise of the joints puts no foot in the ground."""
+    # Index of the base's position in qpos.
     base_qpos: int
-    """Index of the base's position in qpos."""
+    # Height of the base at home, m.
     home_height: float
-    """Height of the base at home, m."""
 
     def __init__(
         self,

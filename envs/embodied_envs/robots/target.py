@@ -24,8 +24,8 @@ class TargetTask(RobotTask):
     ``tolerance_m``. A floating robot that falls, or is ``far_m`` from the target, ends the episode.
     """
 
+    # Site or body.
     tip: ClassVar[str]
-    """Site or body."""
     commands: Mapping[str, tuple[float, float]] = dict.fromkeys("xyz", (0.0, 0.0))
     max_episode_steps = 250
     fields = (*RobotTask.fields, "xpos", "site_xpos")

@@ -24,12 +24,12 @@ class TermTask(Task):
     ``env/command_<command>``, so that an evaluation reports the error in ranges of the command.
     """
 
+    # Index of the position of a floating base in qpos.
     base_qpos: int
-    """Index of the position of a floating base in qpos."""
+    # Index of its velocity in qvel.
     base_dof: int
-    """Index of its velocity in qvel."""
+    # Smallest sum; None: there is none.
     least_reward: float | None = None
-    """Smallest sum; None: there is none."""
 
     def available_terms(self) -> Mapping[str, Term]:
         """Return all methods that are terms."""

@@ -18,6 +18,7 @@ from embodied_envs.robots.robot_task import RobotTask
 from embodied_envs.robots.terms import TermTask
 from embodied_envs.tasks.task import State, Term
 
+# Those of Go1Joystick.
 QUADRUPED: dict[str, dict[str, float]] = {
     "tracking_lin_vel": {"weight": 1.0, "sigma": 0.25},
     "tracking_ang_vel": {"weight": 0.5, "sigma": 0.25},
@@ -31,7 +32,6 @@ QUADRUPED: dict[str, dict[str, float]] = {
     "all_feet_down": {"weight": -0.3},
     "feet_slip": {"weight": -0.05},
 }
-"""Those of Go1Joystick."""
 LEAST_S = 1.0  # least duration of an episode without a fall that changes the share of the ranges
 
 
@@ -56,15 +56,15 @@ class VelocityCommands(TermTask):
         "friction": (0.5, 1.5),
         "gains": (0.9, 1.1),
     }
+    # Largest mean errors of a success, m/s and rad/s.
     tolerance = (0.2, 0.3)
-    """Largest mean errors of a success, m/s and rad/s."""
     least_reward = 0.0
+    # Change of the share of the ranges after an episode, and the smallest share (curriculum).
     share_step, least_share = 0.1, 0.2
-    """Change of the share of the ranges after an episode, and the smallest share (curriculum)."""
+    # Control step.
     dt_s: float
-    """Control step."""
+    # Site of each foot.
     feet: Tensor
-    """Site of each foot."""
 
     def __init__(
         self, resample_s: float = 5.0, standing: float = 0.1, command_curriculum: bool = False
@@ -248,10 +248,10 @@ class VelocityTask(RobotTask, VelocityCommands):
 
     max_episode_steps, step_noise = 500, 5
     fields, before = (*RobotTask.fields, "site_xpos"), ("site_xpos",)
+    # Steps per second of each foot, for the term feet_phase; None: there is no phase.
     gait_hz: float | None = None
-    """Steps per second of each foot, for the term feet_phase; None: there is no phase."""
+    # Share of a joint's range within which dof_pos_limits is 0.
     soft_limit = 0.95
-    """Share of a joint's range within which dof_pos_limits is 0."""
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         super().bind(model, device, dtype)

@@ -19,16 +19,16 @@ from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.tasks.tabletop import Tabletop
 from embodied_envs.tasks.tabletop_expert import Expert
 
+# Actions per second: 3 physics steps of 1/60 s.
 FPS = 20
-"""Actions per second: 3 physics steps of 1/60 s."""
+# Names of the 12 numbers of obs=language (m, m/s).
 STATE = (
     *("tool_x", "tool_y", "tool_z", "finger_left", "finger_right"),
     *("target_x", "target_y", "target_z", "target_finger"),
     *("velocity_x", "velocity_y", "velocity_z"),
 )
-"""Names of the 12 numbers of obs=language (m, m/s)."""
+# Names of an action's dimensions, each in [-1, 1]; see ``Tabletop``.
 ACTION = ("x", "y", "z", "finger")
-"""Names of an action's dimensions, each in [-1, 1]; see ``Tabletop``."""
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from embodied_envs.robots.velocity import QUADRUPED, VelocityCommands
 from embodied_envs.tasks.panda import asset_file
 from embodied_envs.tasks.task import State
 
+# A foot, whose radius is 23 mm, is on the ground where its centre is lower than this.
 FOOT_M = 0.026
-"""A foot, whose radius is 23 mm, is on the ground where its centre is lower than this."""
 
 
 class Go1Joystick(VelocityCommands):
@@ -63,9 +63,9 @@ class Go1Joystick(VelocityCommands):
     base_qpos, base_dof = 0, 0
     rewards: Mapping[str, Mapping[str, float]] = QUADRUPED
     action_scale_rad = 0.5
+    # Largest noise: velocity, m/s, angular velocity, rad/s, gravity, joint positions, rad, and
+    # joint velocities, rad/s.
     sensor_noise = (0.1,) * 3 + (0.2,) * 3 + (0.05,) * 3 + (0.03,) * 12 + (1.5,) * 12
-    """Largest noise: velocity, m/s, angular velocity, rad/s, gravity, joint positions, rad, and
-    joint velocities, rad/s."""
 
     def spec(self) -> mujoco.MjSpec:
         """Return the robot, whose feet collide, drawn as the shapes of its collision model."""

@@ -21,8 +21,8 @@ class Go1Rough(RoughTerrain, Go1Joystick):
     """
 
     id = "Go1Rough"
+    # Position of the camera of videos relative to the robot: above the hills around it.
     camera_m = (1.5, -2.2, 1.6)
-    """Position of the camera of videos relative to the robot: above the hills around it."""
 
     def spec(self) -> mujoco.MjSpec:
         """Return the robot and the terrain; the first camera looks down at the robot."""

@@ -28,14 +28,14 @@ class Locomotion(Task):
     Reward = healthy + weight · x velocity - effort · |a|² (- contact cost).
     """
 
+    # Model file in Gymnasium's assets.
     file: ClassVar[str]
-    """Model file in Gymnasium's assets."""
+    # Scale of the noise on the initial positions and velocities.
     scale: ClassVar[float]
-    """Scale of the noise on the initial positions and velocities."""
+    # Whether the noise on velocities is normal; all other noise is uniform in [-1, 1].
     normal_velocity: ClassVar[bool] = False
-    """Whether the noise on velocities is normal; all other noise is uniform in [-1, 1]."""
+    # Factor of |a|² in the reward.
     effort: ClassVar[float]
-    """Factor of |a|² in the reward."""
     before = ("qpos",)
     stage = "none"
 

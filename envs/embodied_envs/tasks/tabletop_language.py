@@ -14,10 +14,10 @@ from embodied_envs.base.errors import EnvError, check_choice, check_names
 Split: TypeAlias = Literal["train", "unseen_combination", "unseen_wording", "unseen_colour"]
 SPLITS: tuple[str, ...] = get_args(Split)
 
+# Colours of the four blocks and of the four zones.
 COLOURS = ("red", "green", "blue", "yellow")
-"""Colours of the four blocks and of the four zones."""
+# Directions in the camera's view; forward is away from the camera.
 DIRECTIONS = ("left", "right", "forward", "backward")
-"""Directions in the camera's view; forward is away from the camera."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Family:
     symmetric: bool = False
 
 
+# Number of wordings at the end of each family in tabletop_sentences.txt that are held out.
 HELD_OUT = 2
-"""Number of wordings at the end of each family in tabletop_sentences.txt that are held out."""
 SYMMETRIC = ("gather", "sort", "beside", "separate")
 
 
@@ -53,8 +53,8 @@ def _families() -> dict[str, Family]:
     return families
 
 
+# Families by name; ``tabletop.RULES`` defines their success.
 FAMILIES = _families()
-"""Families by name; ``tabletop.RULES`` defines their success."""
 
 
 class Combination(NamedTuple):
@@ -144,8 +144,8 @@ def episodes(
     return chosen
 
 
+# Split -> the group of its combinations.
 _GROUPS = {name: "train" if name == "unseen_wording" else name for name in SPLITS}
-"""Split -> the group of its combinations."""
 
 
 def _group(c: Combination, unseen_colour: str | None) -> str:

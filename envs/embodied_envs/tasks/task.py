@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     import mujoco
 
 Stage: TypeAlias = Literal["velocity", "none", "forces"]
+# Name -> tensor [N, ..]: fields of MjData and MjModel in MuJoCo's names, shapes and units (m, rad,
+# s, N), and the task's own variables. The engine updates the tensors in place, so a function that
+# stores one must clone it.
 State: TypeAlias = "Mapping[str, Tensor]"
-"""Name -> tensor [N, ..]: fields of MjData and MjModel in MuJoCo's names, shapes and units (m, rad,
-s, N), and the task's own variables. The engine updates the tensors in place, so a function that
-stores one must clone it."""
+# Term of a reward: a function of (before, s, action) and numbers by name that returns [N].
 Term: TypeAlias = "Callable[..., Tensor]"
-"""Term of a reward: a function of (before, s, action) and numbers by name that returns [N]."""
 
 
 class Task(ABC):
@@ -40,48 +40,48 @@ class Task(ABC):
     They are a function of (seed, episode, step), equal in every engine and after a resume.
     """
 
+    # Name for ``env.id``.
     id: ClassVar[str]
-    """Name for ``env.id``."""
+    # Physics steps in one control step.
     decimation: int = 1
-    """Physics steps in one control step."""
+    # Time limit in control steps.
     max_episode_steps: int = 1000
-    """Time limit in control steps."""
+    # MjData and MjModel fields that the functions read, besides qpos, qvel and ctrl.
     fields: tuple[str, ...] = ()
-    """MjData and MjModel fields that the functions read, besides qpos, qvel and ctrl."""
+    # MjData and MjModel fields that only ``privileged`` reads.
     privileged_fields: tuple[str, ...] = ()
-    """MjData and MjModel fields that only ``privileged`` reads."""
+    # Entries of the state whose values before the control step ``reward`` reads.
     before: tuple[str, ...] = ()
-    """Entries of the state whose values before the control step ``reward`` reads."""
+    # Derived fields that are computed after a control step.
+    #
+    # velocity: positions, velocities and their sensors (for example xpos) follow from qpos and
+    # qvel. none: derived fields are those of the state one physics step ago, as Gymnasium reads
+    # them; this is cheaper. forces: as none, with the contact forces (cfrc_ext) of that step.
     stage: Stage = "velocity"
-    """Derived fields that are computed after a control step.
-
-    velocity: positions, velocities and their sensors (for example xpos) follow from qpos and qvel.
-    none: derived fields are those of the state one physics step ago, as Gymnasium reads them;
-    this is cheaper. forces: as none, with the contact forces (cfrc_ext) of that step."""
+    # Random numbers per world for ``reset``; ``bind`` may set it.
     reset_noise: int = 0
-    """Random numbers per world for ``reset``; ``bind`` may set it."""
+    # Random numbers per world for ``advance``.
     step_noise: int = 0
-    """Random numbers per world for ``advance``."""
+    # Names of the kinds of episode, indexed by the variable "kind" [N]; empty: there is one.
     names: tuple[str, ...] = ()
-    """Names of the kinds of episode, indexed by the variable "kind" [N]; empty: there is one."""
+    # All sentences that an episode can have, indexed by the variable "instruction" [N].
     instructions: tuple[str, ...] = ()
-    """All sentences that an episode can have, indexed by the variable "instruction" [N]."""
+    # Whether ``env.ranges.joint_offset`` may shift the joints: ``control`` and ``observe`` read
+    # joint positions only from s["qpos"] and the servos' targets only from s["ctrl"], and the
+    # targets that they return or remember are those of the policy.
+    #
+    # These functions then get the state as the robot measures it; ``reward``, ``privileged`` and
+    # all others get the true one.
     reads_joints_from_state: bool = False
-    """Whether ``env.ranges.joint_offset`` may shift the joints: ``control`` and ``observe`` read
-    joint positions only from s["qpos"] and the servos' targets only from s["ctrl"], and the targets
-    that they return or remember are those of the policy.
-
-    These functions then get the state as the robot measures it; ``reward``, ``privileged`` and all
-    others get the true one."""
+    # Ranges of the domain randomisation, used with env.randomize; see
+    # ``domain_randomization.RANGES``.
     ranges: Mapping[str, tuple[float, float]] = {}
-    """Ranges of the domain randomisation, used with env.randomize; see
-    ``domain_randomization.RANGES``."""
 
+    # Command -> its range, which ``env.commands`` changes, in the order of the variable "command"
+    # [N, C]. See COMMAND_UNITS.
     commands: Mapping[str, tuple[float, float]] = {}
-    """Command -> its range, which ``env.commands`` changes, in the order of the variable "command"
-    [N, C]. See COMMAND_UNITS."""
+    # Term of the reward -> its weight and parameters, which ``env.rewards`` changes.
     rewards: Mapping[str, Mapping[str, float]] = {}
-    """Term of the reward -> its weight and parameters, which ``env.rewards`` changes."""
 
     # ------------------------------------------------------------------------------------ the model
     @abstractmethod

@@ -16,26 +16,26 @@ from torch import Tensor
 from embodied_envs.base.errors import EnvError, check_count, check_names
 from embodied_envs.base.random import uniform
 
+# Name of the height field and its geom.
 NAME = "terrain"
-"""Name of the height field and its geom."""
 KINDS = ("flat", "slopes", "stairs", "rough")
+# Distance of two height samples. A riser of the stairs is one cell wide.
 CELL_M = 0.05
-"""Distance of two height samples. A riser of the stairs is one cell wide."""
 TILE_CELLS = 120
+# Length of a tile, 6 m.
 TILE_M = TILE_CELLS * CELL_M
-"""Length of a tile, 6 m."""
+# Height of the flat parts above the plane of the floor, so that a foot touches one of the two.
 LIFT_M = 0.005
-"""Height of the flat parts above the plane of the floor, so that a foot touches one of the two."""
+# Hardest level: gradient of the slopes (22 degrees), height of one of four steps of the stairs,
+# largest height of the rough ground, m.
 GRADIENT, STEP_M, ROUGH_M = 0.4, 0.15, 0.12
-"""Hardest level: gradient of the slopes (22 degrees), height of one of four steps of the stairs,
-largest height of the rough ground, m."""
+# Cells of a step of the stairs, and of a patch of the rough ground.
 _TREAD, _PATCH = 6, 4
-"""Cells of a step of the stairs, and of a patch of the rough ground."""
+# Cells from a tile's centre to the first and to the last riser; cells from a riser to the top.
 _RISE, _FALL, _TOP = 8, 56, 18
-"""Cells from a tile's centre to the first and to the last riser; cells from a riser to the top."""
+# Share of the commanded distance that moves a robot up, and least commanded distance, m, of an
+# episode that changes the level; see ``next_level``.
 FAR, LEAST_M = 0.75, 2.0
-"""Share of the commanded distance that moves a robot up, and least commanded distance, m, of an
-episode that changes the level; see ``next_level``."""
 
 
 class Terrain:
@@ -72,8 +72,8 @@ class Terrain:
         check_count(f"{prefix}.levels", levels, 1, 20)
         check_count(f"{prefix}.terrain_seed", seed, 0, 2**31 - 1)
         self.levels, self.seed = levels, seed
+        # float64 [rows along y, columns along x], m above the plane of the floor.
         self.heights = self._heights()
-        """float64 [rows along y, columns along x], m above the plane of the floor."""
 
     def _heights(self) -> np.ndarray:
         """Return the heights of all tiles; those at the edge of the map are 0, as outside."""
@@ -128,8 +128,8 @@ class Terrain:
         y = TILE_M * (np.arange(len(self.kinds)) - 0.5 * (len(self.kinds) - 1))
         grid = np.stack(np.broadcast_arrays(x, y[:, None]), -1)
         xy = tensor(grid.reshape(-1, 2))
+        # [kinds * levels, 3], the ground in the middle of each tile, m.
         self.centers = torch.cat([xy, self.height(xy).unsqueeze(1)], 1)
-        """[kinds * levels, 3], the ground in the middle of each tile, m."""
 
     # -------------------------------------------------------------------------------- the functions
     def center(self, kind: Tensor, level: Tensor) -> Tensor:

@@ -183,6 +183,7 @@ def make(id: str, simulator: str, n: int = 2, **options: Any) -> VectorEnv:
 
 SINK = "PickPlaceCounterToSink"
 PICK, LIFT = ("pick the apple", "pick the can"), ("lift the pot", "raise it")
+# Simulator -> id, kwargs, sentences, size of actions, time limit.
 CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, int]] = {
     "simpler": ("widowx_carrot_on_plate", {}, ("put carrot on plate",), 7, 60),
     "robocasa": (
@@ -195,7 +196,6 @@ CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], int, int]] = {
     "robotwin": ("lift_pot", {"sentences": [*LIFT], "data_type": {"rgb": True}}, LIFT, 14, 400),
     "calvin": ("CALVIN", {"dataset": "D"}, ("pull the handle", "push the block"), 7, 1800),
 }
-"""Simulator -> id, kwargs, sentences, size of actions, time limit."""
 
 
 @pytest.mark.parametrize("name", CASES)

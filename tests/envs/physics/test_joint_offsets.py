@@ -13,8 +13,8 @@ from torch import Tensor
 import embodied_envs
 from embodied_envs.tasks.task import State
 
+# The tasks' own ranges, switched off.
 EXACT = {"mass": [1, 1], "friction": [1, 1], "gains": [1, 1]}
-"""The tasks' own ranges, switched off."""
 
 
 def make(id: str, *, n: int = 2, seed: int = 0, **ranges: list[float]) -> Any:

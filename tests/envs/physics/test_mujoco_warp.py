@@ -317,6 +317,7 @@ class Servo(toy_envs.Drifter):
         return torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1)
 
 
+# Pushes, encoder errors and motor strengths.
 ROBOT: dict[str, Any] = {
     "id": f"{__name__}:Servo",
     "realism": {"push_velocity": [0.5, 1]},
@@ -325,7 +326,6 @@ ROBOT: dict[str, Any] = {
     "max_episode_steps": 8,
     "action_mapping": "none",
 }
-"""Pushes, encoder errors and motor strengths."""
 
 
 def test_pushes_and_encoder_errors_equal_the_cpu_engines(monkeypatch) -> None:

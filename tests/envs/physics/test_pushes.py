@@ -15,8 +15,8 @@ import embodied_envs
 from embodied_envs.physics import mujoco_env
 from embodied_envs.physics.mujoco_env import MujocoEnv
 
+# Horizontal velocity of the base in qvel, after the six of the block.
 XY = slice(6, 8)
-"""Horizontal velocity of the base in qvel, after the six of the block."""
 
 
 @pytest.fixture(autouse=True)

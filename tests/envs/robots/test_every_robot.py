@@ -17,15 +17,15 @@ from embodied_envs.robots.robot_task import RobotTask
 from embodied_envs.tasks import State
 from embodied_envs.tasks.panda import asset_folders
 
+# Ends of the paths of robots that are tested in every run.
 QUICK = (
     "menagerie/unitree_go1/scene.xml",
     "vb/scene.xml",
     "menagerie/franka_emika_panda/scene.xml",
 )
-"""Ends of the paths of robots that are tested in every run."""
 SECONDS = 2.0
+# Least return of action 0 as a share of that of the home control.
 SHARE = 0.9
-"""Least return of action 0 as a share of that of the home control."""
 
 
 def scenes() -> list[Path]:

@@ -15,17 +15,17 @@ from embodied_envs.robots.preparation import Preparation, add_floor
 from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.tasks.panda import asset_file
 
+# Fingers of two hinges each, closed loops; the file has no floor and no keyframe.
 ROBOTIQ = (
     "mujoco_playground/_src/manipulation/franka_emika_panda_robotiq/xmls"
     "/panda_updated_robotiq_2f85.xml"
 )
-"""Fingers of two hinges each, closed loops; the file has no floor and no keyframe."""
+# File -> opening of the gripper and height of what is below it, m.
 ARMS = {
     "mujoco_menagerie/franka_emika_panda/scene.xml": (0.08, 0.0),
     "mujoco_menagerie/aloha/scene.xml": (0.057, -0.0009),
     ROBOTIQ: (0.086, 0.0),
 }
-"""File -> opening of the gripper and height of what is below it, m."""
 
 
 class Pick(PickTask):

@@ -43,14 +43,14 @@ def draws(n: int, size: int, seed: int = 0) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------- both tasks
+# Task -> size of the group "privileged".
 PRIVILEGED = {"Go1Joystick": 87, "Go1Rough": 87, "PandaPickCube": 56, "Tabletop": 149}
-"""Task -> size of the group "privileged"."""
+# Task -> the masses in its group "privileged".
 MASSES = {
     **dict.fromkeys(("Go1Joystick", "Go1Rough"), slice(43, 56)),
     "PandaPickCube": slice(22, 33),
     "Tabletop": slice(107, 111),
 }
-"""Task -> the masses in its group "privileged"."""
 
 
 @pytest.mark.parametrize("id", ["Go1Rough", "Tabletop"])

@@ -15,8 +15,8 @@ import gymnasium as gym
 import numpy as np
 
 TASKS = ("HalfCheetah-v5", "Hopper-v5", "Ant-v5")
+# Observations that are recorded, of episodes with random actions.
 ROWS = 256
-"""Observations that are recorded, of episodes with random actions."""
 
 
 def observations(task: str, rows: int = ROWS, seed: int = 1) -> np.ndarray:

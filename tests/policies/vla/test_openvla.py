@@ -24,8 +24,8 @@ CONFIG = tiny_config(
     image_size=28,
     norm_stats={"bridge_orig": {"action": STATS}},
 )
+# Visual tokens: (28 / 7)².
 P = 16
-"""Visual tokens: (28 / 7)²."""
 A = 3
 
 

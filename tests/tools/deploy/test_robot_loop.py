@@ -290,8 +290,8 @@ def test_log_of_the_loop_agrees_with_the_policy_and_faults_in_it_are_named(
         assert any(message in line for line in findings), findings
 
 
+# Time from which a robot has a fault.
 FAULT_S = 0.5
-"""Time from which a robot has a fault."""
 
 
 def rows_like(key: str, value: Any) -> Any:
@@ -299,6 +299,7 @@ def rows_like(key: str, value: Any) -> Any:
     return lambda state: {**state, key: np.broadcast_to(value, np.shape(state[key]))}
 
 
+# Fault of ``Robot.read`` -> what it returns instead of a measurement.
 CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "missing": lambda state: None,
     "late": lambda state: {**state, "time_s": state["time_s"] - 0.2},
@@ -311,7 +312,6 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "exit": lambda state: sys.exit(1),
     "exception": lambda state: Path("/no/route/to/the/robot").read_text(),
 }
-"""Fault of ``Robot.read`` -> what it returns instead of a measurement."""
 
 
 def faulty(simulation: Any, policy: Policy, fault: str) -> Any:

@@ -304,12 +304,12 @@ def test_absurd_values_are_reported(peer: str, options: dict[str, Any]):
 
 
 # ------------------------------------------------------------------------------------------- tables
+# An option of ours in a reason, with the value that the reason proposes.
 HINT = re.compile(
     r"(?<![\w.])((?:algorithm|actor|critic|rollout|reward|data|cluster|evaluation)\.[\w.]*\w|updates"
     r"|trackers|placement|compile|keep_last|eval_every|save_every)"
     r"(?:=(\[[^\]]*\]|[\w.+-]*\w))?"
 )
-"""An option of ours in a reason, with the value that the reason proposes."""
 PEERS = {**migrate.FRAMEWORKS, "PPOConfig": trl.PPO, "GRPOConfig": trl.GRPO}
 ATTRIBUTES = {"to", "if_set", "values", "by", "why", "only", "hint", "neutral", "except"}
 ATTRIBUTES |= {"read_if", "unless"}

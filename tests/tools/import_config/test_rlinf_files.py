@@ -29,6 +29,7 @@ FILES: dict[str, dict[str, Any]] = json.loads(
 )
 EXPECTED = yaml.safe_load((FOLDER / "rlinf_expected.yaml").read_text())["files"]
 SUITES = ("10", "goal", "object", "spatial")
+# Files that lack nothing but the paths of checkpoints.
 READY = [
     *(f"libero_{s}_{a}_openpi{p}" for s in SUITES for a in ("ppo", "grpo") for p in ("", "_pi05")),
     *(f"libero_{s}_grpo_openvlaoft" for s in (*SUITES, "90")),
@@ -36,7 +37,6 @@ READY = [
     *("libero_spatial_async_ppo_openpi", "libero_spatial_async_ppo_openpi_pi05"),
     *("libero_object_async_ppo_openpi_pi05", "libero_spatial_0_grpo_mlp"),
 ]
-"""Files that lack nothing but the paths of checkpoints."""
 
 
 @cache

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+# Sizes of HalfCheetah, and widths of the hidden layers.
 OBS, ACTIONS, HIDDEN = 17, 6, (8, 5)
-"""Sizes of HalfCheetah, and widths of the hidden layers."""
 MEAN, VAR, COUNT = np.linspace(-1, 1, OBS), np.linspace(0.5, 3, OBS), 1000.0
 
 
