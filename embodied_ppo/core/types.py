@@ -344,11 +344,10 @@ class Policy(Protocol):
         """
         ...
 
-    def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
+    def observe(self, obs: Obs, mask: Tensor) -> None:
         """Merge raw observations [M, ..] where ``mask`` [M] is True into the normaliser.
 
-        A learned deviation is moved to its bounds, which may depend on ``progress``, the share of
-        the run's updates that have ended.
+        A learned deviation is moved to its bounds.
         """
 
 

@@ -284,9 +284,9 @@ class GuidedPolicy(nn.Module):
         """Return the student's large modules."""
         return self.student.units()
 
-    def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
+    def observe(self, obs: Obs, mask: Tensor) -> None:
         """Merge observations into the student's normalisers; the teacher's are constants."""
-        self.student.observe(self.read_student(obs), mask, progress)
+        self.student.observe(self.read_student(obs), mask)
 
 
 # -------------------------------------------------------------------------------------- the learner

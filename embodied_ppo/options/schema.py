@@ -362,9 +362,8 @@ class ModelConfig:
     """Lower bound of the logarithm of the standard deviation. A learned deviation that is equal in
     all states is moved to the bound after each update, where it has a gradient; one that depends on
     the state has none in states beyond the bound."""
-    max_log_std: float | tuple[float, ...] = option(2.0, read_if=GAUSSIAN)
-    """Upper bound of the logarithm of the standard deviation; or [a, b], a bound of a learned
-    deviation that falls linearly from a at the start of the run to b at its end."""
+    max_log_std: float = option(2.0, read_if=GAUSSIAN)
+    """Upper bound of the logarithm of the standard deviation."""
     history: Small = option(1, read_if=ACTOR_CRITIC)
     """Number of observations that the policy reads together (K): the newest one, the K - 1 changes
     before it in the episode and the actions between them; zeros before the start of the episode. 1:
@@ -687,11 +686,14 @@ class AlgorithmConfig:
     (VAPO: 0.1)."""
     entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
     """Coefficient of the entropy in the loss; with entropy_target the initial one."""
-    entropy_end: Fraction = option(
-        1.0, read_if=positive("algorithm.entropy_bonus") & equals("algorithm.entropy_target", None)
+    entropy_schedule: Literal["constant", "linear", "relative"] = option(
+        "constant",
+        read_if=positive("algorithm.entropy_bonus") & equals("algorithm.entropy_target", None),
     )
-    """The coefficient changes linearly over the run, from entropy_bonus to entropy_end x
-    entropy_bonus: exploration at first, then a better policy."""
+    """Coefficient of an update. linear: it falls from entropy_bonus to 0 over the run: exploration
+    at first, then a better policy. relative: the same, times the size of the advantages, a moving
+    average of their standard deviation in about ten rollouts. Where the value explains the returns,
+    advantages become small, and a bonus of a fixed size would outweigh them."""
     rpo_alpha: NonNegative | None = option(None, mode="embodied", read_if=CONTINUOUS)
     """Robust policy optimisation (Rahman and Xue 2022): the policy loss uses the means mu + z, z ~
     U(-rpo_alpha, rpo_alpha) per sample and number, new in each pass over the rollout, so that the

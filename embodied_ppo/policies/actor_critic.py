@@ -107,8 +107,7 @@ class ActorCritic(nn.Module):
         self.family = dist.NUMBERS.get(config.distribution, dist.NUMBERS["auto"])
         self.state_dependent_std = bool(config.state_dependent_std)
         self.uses_softplus = config.state_dependent_std == "softplus"
-        self.max_log_std = config.max_log_std
-        self.log_std_range = (config.min_log_std, dist.largest_log_std(config.max_log_std))
+        self.log_std_range = (config.min_log_std, config.max_log_std)
         actor_spec, critic_spec = _split_observations(obs_spec, config)
         has_critic = critic_spec is not None
         self.encoder = Encoder(actor_spec, config)
@@ -270,13 +269,12 @@ class ActorCritic(nn.Module):
             inputs[TASK_INPUT] = obs[TASK]
         return inputs
 
-    def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
+    def observe(self, obs: Obs, mask: Tensor) -> None:
         """See ``Policy.observe``."""
         if self.log_std is not None:
             # A clamped parameter has no gradient beyond its bounds, and would stay there for ever.
             with torch.no_grad():
-                high = dist.largest_log_std(self.max_log_std, progress)
-                self.log_std.clamp_(self.log_std_range[0], high)
+                self.log_std.clamp_(*self.log_std_range)
         self.encoder.observe(obs, mask)
         if self.critic_encoder is not None:
             self.critic_encoder.observe(obs, mask)

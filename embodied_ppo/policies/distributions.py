@@ -24,16 +24,6 @@ CANDIDATES = 4
 IMPOSSIBLE = -1e9
 
 
-def largest_log_std(bound: float | tuple[float, ...], progress: float = 0.0) -> float:
-    """Return the upper bound of a Gaussian's log_std after a share ``progress`` of the run.
-
-    Args:
-        bound: A number; or (a, b), of which the result is a + (b - a) progress.
-        progress: From 0 to 1.
-    """
-    return bound[0] + (bound[1] - bound[0]) * progress if isinstance(bound, tuple) else bound
-
-
 def gaussian_noise(
     shape: Sequence[int], generator: Generator | None, device: torch.device | None = None
 ) -> Tensor:

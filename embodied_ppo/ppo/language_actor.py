@@ -244,7 +244,7 @@ class LanguageActor:
             distance[:rows, part] = view.distance
         return distance
 
-    def observe(self, t: Trajectory, progress: float) -> None:
+    def observe(self, t: Trajectory) -> None:
         """Do nothing: tokens are not normalised."""
 
     def initialize(self) -> None:

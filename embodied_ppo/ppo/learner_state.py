@@ -67,6 +67,7 @@ class LearnerState:
             smallest, largest = schedules.ENTROPY_COEF_RANGE
             self.initial_entropy_coef = min(max(config.entropy_bonus, smallest), largest)
         self.entropy_coef = self.initial_entropy_coef
+        self.mean_std = 0.0  # moving average of the advantages' standard deviation
 
     @property
     def policy(self) -> Any:
@@ -162,7 +163,11 @@ class LearnerState:
             **({} if self.symmetry is None else {"symmetry": self.symmetry.state()}),
             **({"warmup_ended": True} if self.warmup_ended else {}),
             "kl": {"coef": self.kl_coef},
-            "entropy": {"coef": self.entropy_coef, "initial": self.initial_entropy_coef},
+            "entropy": {
+                "coef": self.entropy_coef,
+                "initial": self.initial_entropy_coef,
+                "mean_std": self.mean_std,
+            },
             "reference": self.actor.reference_state(),
         }
 
@@ -206,6 +211,7 @@ class LearnerState:
         entropy = state["entropy"]
         if c.entropy_target is not None and entropy["initial"] == self.initial_entropy_coef:
             self.entropy_coef = float(entropy["coef"])
+        self.mean_std = entropy.get("mean_std", 0.0)
 
     def set_observer(self, observer: UpdateObserver) -> None:
         """Call ``observer`` with the batch and the minibatches of each update."""

@@ -73,6 +73,10 @@ class PPO(LearnerState):
         batch, results = self.prepare(trajectory, lags=lags)
         if warmup and c.critic_warmup_variance is not None:
             self.check_warmup(results, update)
+        if c.entropy_schedule == "relative":
+            std = results["advantage/std"]
+            assert isinstance(std, float)
+            self.mean_std = schedules.average(self.mean_std, std)
         if self.record is not None:
             self.record(trajectory, batch, update)
         prepared = self.cpu_clock()
@@ -88,8 +92,10 @@ class PPO(LearnerState):
                 # Epochs x minibatches: each epoch is a new permutation of the samples, each
                 # minibatch one step of AdamW on ``PPOLoss``.
                 entropy_coef = self.entropy_coef
-                if c.entropy_end != 1.0:
-                    entropy_coef *= schedules.entropy_factor(c, update, optimizer.updates)
+                if c.entropy_schedule != "constant":
+                    entropy_coef *= schedules.entropy_factor(
+                        c.entropy_schedule, update, optimizer.updates, self.mean_std
+                    )
                 optimizer.loss.coefficients["entropy"] = entropy_coef
                 # Only a rollout of these weights must agree with them.
                 optimizer.begin(batch, update, critic_only=warmup, current=current)
@@ -111,9 +117,8 @@ class PPO(LearnerState):
         if not warmup and stats.sums.get("steps"):
             self.adapt_coefficients(stats.sums, results)
         # Normalise observations with this rollout's statistics from the next one on.
-        progress = min(1.0, (update + 1) / max(1, optimizer.updates))
         seen = trajectory if self.symmetry is None else self.symmetry.with_images(trajectory)
-        self.actor.observe(seen, progress)
+        self.actor.observe(seen)
         optimizer.record_versions()
         self.cpu_s["advantages"] += prepared - start
         self.cpu_s["update"] += self.cpu_clock() - prepared

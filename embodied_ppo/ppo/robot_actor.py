@@ -258,19 +258,19 @@ class RobotActor:
         return kl_distance(behaviour, logits, reference, c.kl_penalty, mask=t.mask, dims=2)
 
     # ----------------------------------------------------------------------------------- normaliser
-    def observe(self, t: Trajectory, progress: float) -> None:
+    def observe(self, t: Trajectory) -> None:
         """Merge the observations of all ranks into the policy's normalisers, in order of rank."""
         decided = t.mask if t.mask.ndim == 2 else t.mask.any(-1)  # [T, N]
         obs, mask = tree.flatten_time(t.obs), decided.flatten()
         if self.ranks.world == 1:
-            return self.policy.observe(obs, mask, progress)
+            return self.policy.observe(obs, mask)
         assert isinstance(self.policy, nn.Module)
         running = [m for m in self.policy.modules() if isinstance(m, RunningMoments)]
         before = [Moments(*(x.clone() for x in (m.mean, m.var, m.count))) for m in running]
         # Each rank measures its own columns alone, then all merge the parts in order of rank.
         for m in running:
             m.count.zero_()
-        self.policy.observe(obs, mask, progress)
+        self.policy.observe(obs, mask)
         # The same order of merging on every rank keeps their normalisers equal bit for bit.
         for m, previous in zip(running, before, strict=True):
             parts = zip(

@@ -79,7 +79,7 @@ class Actor(Protocol):
         """Return the KL divergence by the estimator kl_penalty, shaped as the mask."""
         ...
 
-    def observe(self, t: Trajectory, progress: float) -> None:
+    def observe(self, t: Trajectory) -> None:
         """Merge the observations into the policy's normaliser, see ``Policy.observe``."""
 
     def initialize(self) -> None:

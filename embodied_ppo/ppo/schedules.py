@@ -12,6 +12,7 @@ from embodied_ppo.options.schema import AlgorithmConfig
 
 # Range of an adapted coefficient of the entropy bonus; 0 could never grow.
 ENTROPY_COEF_RANGE = 1e-5, 1.0
+DECAY = 0.9  # of the moving average of the advantages' standard deviation, per update
 
 
 def learning_rate_factor(config: AlgorithmConfig, update: int, updates: int) -> float:
@@ -33,12 +34,32 @@ def learning_rate_factor(config: AlgorithmConfig, update: int, updates: int) -> 
     return 1.0
 
 
-def entropy_factor(config: AlgorithmConfig, update: int, updates: int) -> float:
-    """Return the factor of the entropy bonus in ``update`` (from 0): linear, from 1 to entropy_end.
+def entropy_factor(kind: str, update: int, updates: int, mean_std: float) -> float:
+    """Return the factor of the entropy bonus in ``update`` (from 0) of ``updates``.
 
-    After the last update the factor stays constant.
+    linear:    1 − u/U, after the last update 0
+    relative:  (1 − u/U)·m_u / (1 − 0.9^(u+1)),   m_u = 0.9·m_{u−1} + 0.1·std(A_u),  m_{−1} = 0
+
+    The divisor removes the bias of the moving average m towards its initial 0, as in Adam (Kingma
+    & Ba 2015, section 3). The loss reads A without normalisation.
+
+    Args:
+        kind: algorithm.entropy_schedule.
+        update: u.
+        updates: U.
+        mean_std: m_u, see ``average``.
     """
-    return 1.0 + (config.entropy_end - 1.0) * min(1.0, update / max(1, updates))
+    if kind == "constant":
+        return 1.0
+    factor = 1.0 - min(1.0, update / max(1, updates))
+    if kind == "relative":
+        factor *= mean_std / (1.0 - DECAY ** (update + 1))
+    return factor
+
+
+def average(mean: float, value: float) -> float:
+    """Return the moving average 0.9·mean + 0.1·value."""
+    return DECAY * mean + (1.0 - DECAY) * value
 
 
 def adapted_factor(factor: float, approx_kl: float, desired_kl: float) -> float:

@@ -299,11 +299,10 @@ def check_resume(
     ]:
         say(f"resume: {', '.join(changes)}: results differ by rounding from an uninterrupted run")
     # These schedules depend on the number of updates, so a longer run has other learning rates.
-    a, bound, planned = config.algorithm, config.model.max_log_std, total_updates(trained)
+    a, planned = config.algorithm, total_updates(trained)
     schedules = {
         f"lr_schedule={a.lr_schedule}": a.lr_schedule in ("linear", "cosine"),
-        f"entropy_end={a.entropy_end:g}": a.entropy_end != 1.0,
-        f"max_log_std={show(bound)}": isinstance(bound, tuple),
+        f"entropy_schedule={a.entropy_schedule}": a.entropy_schedule != "constant",
     }
     covering = ", ".join(name for name, applies in schedules.items() if applies)
     if covering and planned != updates:

@@ -47,7 +47,7 @@ SHARED_CHANGES: dict[str, tuple[Any, Needs]] = {
     ),
     "algorithm.reward_shift": (True, {"algorithm.reward_norm": "batch"}),
     "algorithm.reward_scale": (True, {"algorithm.reward_norm": "batch"}),
-    "algorithm.entropy_end": (0.0, {"algorithm.entropy_bonus": 0.1}),
+    "algorithm.entropy_schedule": ("linear", {"algorithm.entropy_bonus": 0.1}),
     "algorithm.entropy_target": (0.0, {"algorithm.entropy_bonus": 0.01}),
     "algorithm.kl_loss_coef": (0.1, IN_LOSS),
     "algorithm.kl_loss_type": ("k2", IN_LOSS),

@@ -133,7 +133,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.network_options": ({"width": 8}, {"model.network": NETWORK}),
     "model.pooling": ("spatial_softmax", PICTURES),
     "model.min_log_std": (-1.0, {"model.init_log_std": -1.0}),
-    "model.max_log_std": ([0.0, -1.0], {}),
+    "model.max_log_std": (-1.0, {"model.init_log_std": -1.0}),
     "model.critic_hidden": ([8], {"model.shared_backbone": False}),
     "algorithm.rollout_epoch": (2, {"env.restart_each_rollout": True}),
     "algorithm.bootstrap_type": ("always", FALLING),

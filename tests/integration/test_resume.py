@@ -25,7 +25,7 @@ from embodied_envs.base.errors import EnvError, TrainingError
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.evaluation import checkpoint_evaluation, robot_evaluation
 from embodied_ppo.options import loader
-from embodied_ppo.options.schema import AlgorithmConfig, Config, EvaluateConfig, ModelConfig
+from embodied_ppo.options.schema import AlgorithmConfig, Config, EvaluateConfig
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.programs import runs
 from embodied_ppo.training import checkpoint, progress, run_directory, trained_run
@@ -152,14 +152,14 @@ def test_complete_run_is_continued_where_it_has_more_updates(tmp_path, capfd) ->
 
 
 def test_schedules_that_cover_another_number_of_updates_are_reported(monkeypatch) -> None:
-    a, model = AlgorithmConfig(entropy_end=0.0), ModelConfig(max_log_std=(-0.5, -1.0))
-    trained = Config(updates=4, algorithm=a, model=model)
+    a = AlgorithmConfig(entropy_schedule="linear", lr_schedule="cosine")
+    trained = Config(updates=4, algorithm=a)
     monkeypatch.setattr(run_directory, "stored_config", lambda source: trained)
     device, said = torch.device("cpu"), list[str]()
     numbers = run_directory.arithmetic(trained, device)
     source: Any = SimpleNamespace(update=4, arithmetic=lambda: numbers)
     run_directory.check_resume(trained, source, 8, device, said.append)
-    expected = "the run had 4 updates, now 8: entropy_end=0, max_log_std=[-0.5, -1.0] covers"
+    expected = "the run had 4 updates, now 8: lr_schedule=cosine, entropy_schedule=linear covers"
     assert [line.removeprefix("resume: ") for line in said] == [f"{expected} the new number"]
 
 

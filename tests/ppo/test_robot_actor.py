@@ -388,13 +388,27 @@ def test_a_deviation_beyond_its_bound_is_moved_back():
     assert (policy.log_std > -1).all()
 
 
-def test_the_bound_of_the_deviation_falls_during_the_run():
-    """It is a + (b - a) (u + 1) / 10 after update u of ten."""
-    learner = make(model={"init_log_std": 0.5, "max_log_std": [0.5, -1.5]})
-    assert isinstance(learner.policy, ActorCritic) and learner.policy.log_std is not None
-    for update, bound in ((0, 0.3), (4, -0.5), (9, -1.5)):
-        learner.update(experience(learner), update=update)
-        assert learner.policy.log_std.tolist() == pytest.approx([bound] * ACTIONS)
+def test_relative_bonus_follows_the_size_of_the_advantages():
+    """Its coefficient is entropy_bonus (1 - u/10) x the mean of std(A), weighted by 0.9^age."""
+    options = {"entropy_bonus": 0.05, "entropy_schedule": "relative", "reward_norm": None}
+    options |= {"normalize_advantages": False}
+    learner, deviations = make(options), list[float]()
+    learner.record = lambda t, batch, update: deviations.append(
+        float(batch.advantage[t.mask.flatten()].double().std())
+    )
+    for update in range(4):
+        t = experience(learner, seed=update)
+        learner.update(replace(t, reward=t.reward * 0.1**update), update=update)
+        share = [0.9 ** (update - i) for i in range(update + 1)]
+        mean = sum(w * x for w, x in zip(share, deviations, strict=True)) / sum(share)
+        expected = 0.05 * (1 - update / 10) * mean
+        assert learner.optimizer.loss.coefficients["entropy"] == pytest.approx(expected, rel=1e-4)
+    other = make(options)
+    other.load_state(learner.state())
+    assert other.mean_std == learner.mean_std > 0
+    # A rollout without samples changes nothing that could become NaN.
+    learner.update(replace(t, mask=torch.zeros_like(t.mask)), update=4)
+    assert 0 < learner.mean_std < 1
 
 
 # ------------------------------------------------------------------------------------- permutations

@@ -14,16 +14,21 @@ from embodied_ppo.ppo.schedules import (
     adapted_entropy_coef,
     adapted_factor,
     adapted_kl_coef,
+    average,
     entropy_factor,
     learning_rate_factor,
 )
 
 
 def test_entropy_factor_by_hand():
-    config = loader.load(AlgorithmConfig, {"entropy_bonus": 0.01, "entropy_end": 0.2})
-    factors = [entropy_factor(config, update, 10) for update in (0, 5, 10, 99)]
-    assert factors == pytest.approx([1, 0.6, 0.2, 0.2])
-    assert entropy_factor(loader.load(AlgorithmConfig, {}), 7, 10) == 1.0
+    assert entropy_factor("constant", 7, 10, 0.5) == 1
+    linear = [entropy_factor("linear", update, 10, 0.5) for update in (0, 5, 10, 99)]
+    assert linear == pytest.approx([1, 0.5, 0, 0])
+    # std 2, 1: m = 0.1 x 2 = 0.2, then 0.9 x 0.2 + 0.1 x 1 = 0.28
+    first, second = average(0.0, 2.0), average(average(0.0, 2.0), 1.0)
+    # 0.2 / (1 - 0.9) = 2 ; 0.9 x 0.28 / (1 - 0.81) = 1.326316
+    assert entropy_factor("relative", 0, 10, first) == pytest.approx(2)
+    assert entropy_factor("relative", 1, 10, second) == pytest.approx(1.326316)
 
 
 def test_learning_rate_schedules_by_hand():

@@ -170,9 +170,7 @@ def _check_evaluation_env(config: Config) -> None:
 def _check_model(config: Config) -> None:
     """Refuse options of section model that exclude each other. Raises ConfigError."""
     model, a, env, eps = config.model, config.algorithm, config.env, config.model.obs_eps
-    low, initial, bound = model.min_log_std, model.init_log_std, model.max_log_std
-    bounds = bound if isinstance(bound, tuple) else (bound, bound)
-    high = max(bounds, default=2.0)
+    low, initial, high = model.min_log_std, model.init_log_std, model.max_log_std
     small, learned = model.policy == "actor_critic", model.flow_noise == "learned"
     one_step = model.policy == "flow" and model.flow_chain == "one"
     recurrent = small and model.recurrent is not None
@@ -191,12 +189,8 @@ def _check_model(config: Config) -> None:
         " loss": a.rpo_alpha is not None and a.use_kl_loss,
         f"write algorithm.minibatch_unit=column: gradients of model.recurrent = {model.recurrent}"
         " pass through whole columns": recurrent and a.minibatch_unit != "column",
-        f"model.max_log_std = {show(bound)} must be a number, or [a, b] with b <= a; write"
-        f" model.max_log_std={high:g}": len(bounds) != 2 or bounds[1] > bounds[0],
-        f"write model.max_log_std={high:g}: {show(bound)} falls, as only a deviation that is equal"
-        " in all states can": isinstance(bound, tuple) and model.state_dependent_std,
-        f"model.min_log_std = {low:g} must be < model.max_log_std = {show(bound)}; defaults: -5 and"
-        " 2": not low < min(bounds, default=2.0),
+        f"model.min_log_std = {low:g} must be < model.max_log_std = {high:g}; defaults: -5 and"
+        " 2": not low < high,
         f"model.init_log_std = {initial:g} must be >= model.min_log_std = {low:g} and <="
         f" model.max_log_std = {high:g}; move it inside": not low <= initial <= high,
     }

@@ -32,8 +32,7 @@ class Gaussian(VLAPolicy, Generic[Context]):
     def build_scale(self, config: ModelConfig) -> None:
         """Create the standard deviations."""
         self.log_std = nn.Parameter(torch.full((self.chunk, self.size), config.init_log_std))
-        self.max_log_std = config.max_log_std
-        self.bounds = config.min_log_std, dist.largest_log_std(config.max_log_std)
+        self.bounds = config.min_log_std, config.max_log_std
 
     @abstractmethod
     def read(self, context: Context) -> tuple[Tensor, Tensor]:
@@ -45,12 +44,11 @@ class Gaussian(VLAPolicy, Generic[Context]):
         log_std = self.log_std.clamp(*self.bounds) + math.log(self.temperature)
         return mean, log_std.expand_as(mean), hidden
 
-    def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
+    def observe(self, obs: Obs, mask: Tensor) -> None:
         """See ``ActorCritic.observe``."""
         super().observe(obs, mask)
         with torch.no_grad():
-            high = dist.largest_log_std(self.max_log_std, progress)
-            self.log_std.clamp_(self.bounds[0], high)
+            self.log_std.clamp_(*self.bounds)
 
     def noise(self, rows: int, generator: Generator | None = None) -> Tensor:
         """See ``Policy.noise``."""

@@ -204,7 +204,7 @@ class VLAPolicy(nn.Module):
         loss, grounding = self.action_loss(self.encode_context(inputs), action, generator)
         return (loss.mean(-1) * executed).sum() / executed.sum().clamp_min(1), grounding
 
-    def observe(self, obs: Obs, mask: Tensor, progress: float = 0.0) -> None:
+    def observe(self, obs: Obs, mask: Tensor) -> None:
         """See ``Policy.observe``."""
         self.trunk.observe(obs, mask)
 
