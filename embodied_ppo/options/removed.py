@@ -83,4 +83,9 @@ def _merged(options: Mapping[str, Any]) -> dict[str, Any]:
         merged["algorithm.adam_betas"] = [*betas]
     if options.get("algorithm.chunk_reward") == "sum":
         merged["algorithm.reward_type"] = "chunk_sum"
+    if options.get("algorithm.entropy_end", 1.0) != 1.0:
+        merged["algorithm.entropy_schedule"] = "linear"
+    # The bound fell during the run: weights respect it, and a resumed run has the first one.
+    if isinstance(bound := options.get("model.max_log_std"), list | tuple):
+        merged["model.max_log_std"] = bound[0]
     return merged

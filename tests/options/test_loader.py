@@ -290,6 +290,8 @@ def test_removed_options_of_a_stored_run() -> None:
         ),
         ({"model.obs_eps": 1e-8, "model.obs_std_eps": 0.0}, "model.obs_eps", 1e-8),
         ({"model.obs_eps": 1e-8, "model.obs_std_eps": 0.01}, "model.obs_eps", (1e-8, 0.01)),
+        ({"algorithm.entropy_end": 0.0}, "algorithm.entropy_schedule", "linear"),
+        ({"model.max_log_std": [0.5, -1.0]}, "model.max_log_std", 0.5),
         (
             {"algorithm.adam_beta1": 0.8, "algorithm.adam_beta2": 0.95},
             "algorithm.adam_betas",
