@@ -253,9 +253,7 @@ def test_statistics_of_originals_and_tied_moments() -> None:
         runs[symmetry] = {
             k: stats[k].item() for k in ("approx_kl", "entropy", "clip_fraction", "count")
         }
-        learner.actor.observe(
-            t if learner.symmetry is None else learner.symmetry.with_images(t), 0.0
-        )
+        learner.actor.observe(t if learner.symmetry is None else learner.symmetry.with_images(t))
         moments = learner.policy.encoder.moments
     assert runs[None] == runs["augment"]
     assert moments.mean[2].abs() < 1e-6 and moments.mean[0] == pytest.approx(float(moments.mean[1]))
