@@ -57,32 +57,8 @@ class ScoreDifference:
         return self.low > 0 or self.high < 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Variance:
-    """Parts of the variance of a difference, each with its degrees of freedom."""
-
-    # Variance of the mean of each method's run means; 0 for a method with one run.
-    seeds: tuple[float, ...]
-    seed_freedom: tuple[int, ...]
-    # Variance due to the initial states, without the residual, which ``seeds`` contains.
-    episodes: float
-    episode_freedom: int
-
-    @property
-    def total(self) -> float:
-        return sum(self.seeds) + self.episodes
-
-    @property
-    def freedom(self) -> float:
-        """Degrees of freedom of the total: ν = V² / Σ (V_i² / (ν_i + 1)) - 1.
-
-        The value lies between that of Satterthwaite's formula (1946, V² / Σ (V_i² / ν_i)), with
-        which the intervals of few runs are too wide, and that of Welch's (1947, with ν_i + 2 and
-        -2), with which they are too narrow. docs/experiments/ has the measured coverage.
-        """
-        parts = [*zip(self.seeds, self.seed_freedom), (self.episodes, self.episode_freedom)]
-        squares = sum(part**2 / (freedom + 1) for part, freedom in parts if freedom > 0)
-        return max(1.0, self.total**2 / squares - 1) if squares > 0 else math.inf
+# Parts of the variance of a mean or a difference, each with its degrees of freedom.
+_Variances: TypeAlias = Sequence[tuple[float, int]]
 
 
 def difference(a: Scores, b: Scores, *, binary: bool = False) -> ScoreDifference:
@@ -103,7 +79,7 @@ def difference(a: Scores, b: Scores, *, binary: bool = False) -> ScoreDifference
     mean = float(b.mean() - a.mean())
     if binary and len(a) == len(b) == 1:
         return ScoreDifference(mean, *_paired_proportions(a[0], b[0]))
-    return ScoreDifference(mean, *_interval(mean, _variance((a, b), b.mean(0) - a.mean(0))))
+    return ScoreDifference(mean, *_interval(mean, _variances((a, b), b.mean(0) - a.mean(0))))
 
 
 def mean_interval(scores: Scores, *, binary: bool = False) -> tuple[float, float]:
@@ -117,24 +93,23 @@ def mean_interval(scores: Scores, *, binary: bool = False) -> tuple[float, float
     """
     if binary and len(scores) == 1:
         return wilson_interval(int(scores.sum()), scores.size)
-    return _interval(float(scores.mean()), _variance((scores,), scores.mean(0)))
+    return _interval(float(scores.mean()), _variances((scores,), scores.mean(0)))
 
 
-def _variance(methods: Sequence[Scores], states: NDArray[np.float64]) -> _Variance:
-    """Return the variance of the mean of a method, or of a difference of means, see the module.
+def _variances(methods: Sequence[Scores], states: NDArray[np.float64]) -> _Variances:
+    """Return the parts of the variance of a mean, or of a difference of means, see the module.
+
+    They are the variance of the mean of the run means of each method with several runs, and the
+    variance due to the initial states, without the residual, which the others contain.
 
     Args:
         methods: Scores of each method.
         states: The mean or difference for each initial state, [E].
     """
-    count = len(states)
-    residual = sum(_residual(x) / x.size for x in methods if len(x) > 1)
-    return _Variance(
-        tuple(float(x.mean(1).var(ddof=1)) / len(x) if len(x) > 1 else 0.0 for x in methods),
-        tuple(len(x) - 1 for x in methods),
-        max(0.0, float(states.var(ddof=1)) / count - residual),
-        count - 1,
-    )
+    several, count = [x for x in methods if len(x) > 1], len(states)
+    residual = sum(_residual(x) / x.size for x in several)
+    seeds = [(float(x.mean(1).var(ddof=1)) / len(x), len(x) - 1) for x in several]
+    return [*seeds, (max(0.0, float(states.var(ddof=1)) / count - residual), count - 1)]
 
 
 def _residual(x: Scores) -> float:
@@ -143,12 +118,25 @@ def _residual(x: Scores) -> float:
     return float((residual**2).sum()) / ((x.shape[0] - 1) * (x.shape[1] - 1))
 
 
-def _interval(mean: float, variance: _Variance) -> tuple[float, float]:
+def _interval(mean: float, variances: _Variances) -> tuple[float, float]:
     """Return the 95 % interval, mean ± t √V."""
-    if variance.total == 0:
+    total = sum(part for part, _ in variances)
+    if total == 0:
         return mean, mean
-    half = quantile(variance.freedom) * math.sqrt(variance.total)
+    half = quantile(_freedom(variances)) * math.sqrt(total)
     return mean - half, mean + half
+
+
+def _freedom(variances: _Variances) -> float:
+    """Return the degrees of freedom of the sum of parts: ν = V² / Σ (V_i² / (ν_i + 1)) - 1.
+
+    The value lies between that of Satterthwaite's formula (1946, V² / Σ (V_i² / ν_i)), with which
+    the intervals of few runs are too wide, and that of Welch's (1947, with ν_i + 2 and -2), with
+    which they are too narrow. docs/experiments/ has the measured coverage.
+    """
+    total = sum(part for part, _ in variances)
+    squares = sum(part**2 / (freedom + 1) for part, freedom in variances)
+    return max(1.0, total**2 / squares - 1) if squares > 0 else math.inf
 
 
 def _paired_proportions(a: NDArray[np.float64], b: NDArray[np.float64]) -> tuple[float, float]:
@@ -253,6 +241,11 @@ def _resampled(runs: Runs, seed: int) -> list[NDArray[np.float64]]:
     return [x[generator.integers(len(x), size=(REPLICATES, len(x)))] for x in runs]
 
 
+def _resampled_means(runs: Runs, seed: int) -> NDArray[np.float64]:
+    """Return the interquartile means of replicates of the runs of all tasks, [REPLICATES]."""
+    return _interquartile_means(np.concatenate(_resampled(runs, seed), axis=1))
+
+
 def _interval_of(values: NDArray[np.float64]) -> tuple[float, float]:
     """Return the 95 % percentile interval of replicates."""
     low, high = np.quantile(values, (0.025, 0.975))
@@ -261,25 +254,20 @@ def _interval_of(values: NDArray[np.float64]) -> tuple[float, float]:
 
 def interquartile_mean_of_tasks(runs: Runs) -> ScoreDifference:
     """Return the interquartile mean of the runs of all tasks together, with its interval."""
-    replicates = _interquartile_means(np.concatenate(_resampled(runs, 0), axis=1))
-    return ScoreDifference(interquartile_mean(np.concatenate(runs)), *_interval_of(replicates))
+    ends = _interval_of(_resampled_means(runs, 0))
+    return ScoreDifference(interquartile_mean(np.concatenate(runs)), *ends)
 
 
 def difference_of_tasks(a: Runs, b: Runs) -> ScoreDifference:
     """Return the difference of the interquartile means of two methods, B minus A."""
     mean = interquartile_mean(np.concatenate(b)) - interquartile_mean(np.concatenate(a))
     # Two seeds, so that methods with as many runs are not resampled in the same way.
-    of_a, of_b = (
-        _interquartile_means(np.concatenate(_resampled(x, seed), axis=1))
-        for seed, x in enumerate((a, b))
-    )
-    return ScoreDifference(mean, *_interval_of(of_b - of_a))
+    return ScoreDifference(mean, *_interval_of(_resampled_means(b, 1) - _resampled_means(a, 0)))
 
 
 def improvement_probability(a: Runs, b: Runs) -> float:
     """Return the mean over tasks of ``win_rate``."""
-    pairs = zip(a, b, strict=True)
-    return float(np.mean([win_rate(x[:, None], y[:, None]) for x, y in pairs]))
+    return float(np.mean([win_rate(x[:, None], y[:, None]) for x, y in zip(a, b, strict=True)]))
 
 
 def performance_profile(
