@@ -1,11 +1,12 @@
-"""Templates of pages, their charts in SVG units, and the format of numbers on them."""
+"""Templates of pages, their charts in SVG units, means, and the format of numbers on them."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from types import MappingProxyType
 
 import jinja2
@@ -14,13 +15,15 @@ import jinja2
 @functools.cache
 def page_templates(package: str) -> jinja2.Environment:
     """Return the templates of HTML pages in a package's folder "templates"."""
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.PackageLoader(package, "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters |= {"number": number, "percent": percent, "short": short}
+    return environment
 
 
 def number(x: float, like: float | None = None) -> str:
@@ -35,6 +38,12 @@ def number(x: float, like: float | None = None) -> str:
     if not 1e-4 <= size < 1e6:
         return f"{x:.3e}"
     return f"{x:,.{max(0, 3 - math.floor(math.log10(size)))}f}"
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the numbers among ``values``; None without any."""
+    numbers = [x for x in values if x is not None]
+    return fmean(numbers) if numbers else None
 
 
 def percent(x: float) -> str:

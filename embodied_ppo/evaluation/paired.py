@@ -8,7 +8,6 @@ differs. Therefore the interval is that of the mean of the differences of episod
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +21,7 @@ from embodied_ppo.evaluation import comparison, robustness
 from embodied_ppo.evaluation.charts import number, percent
 from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
+from embodied_ppo.training.progress import counter
 
 FORMAT = 1  # version of paired.json
 
@@ -98,12 +98,10 @@ def measure(
     """
     if not perturbed:
         return None
-    episodes, finished = len(nominal.episodes), itertools.count(1)
-    total = len(perturbed) * episodes
-    advance("paired", 0, total)
+    episodes = len(nominal.episodes)
+    on_episode = counter(advance, "paired", len(perturbed) * episodes)
     results = {
-        name: evaluate(True, factory, episodes, lambda _: advance("paired", next(finished), total))
-        for name, factory in perturbed.items()
+        name: evaluate(True, factory, episodes, on_episode) for name, factory in perturbed.items()
     }
     return compare(nominal, results)
 
@@ -119,8 +117,7 @@ def compare(nominal: EvaluationResult, perturbed: Mapping[str, EvaluationResult]
 
     def scores(result: EvaluationResult) -> comparison.Scores:
         """Return success or return of each episode, [1, E]."""
-        values = result.successes if binary else result.returns
-        return np.array([values], dtype=np.float64)
+        return np.array([result.successes if binary else result.returns], dtype=np.float64)
 
     rows = []
     for name, result in perturbed.items():

@@ -22,14 +22,7 @@ from embodied_envs.base.random import TRAINING_SEEDS
 from embodied_ppo.core.guarded_files import read_object, replace_file
 from embodied_ppo.evaluation import paired as paired_differences
 from embodied_ppo.evaluation import robustness as robustness_card
-from embodied_ppo.evaluation.charts import (
-    Chart,
-    line_chart,
-    number,
-    page_templates,
-    percent,
-    short,
-)
+from embodied_ppo.evaluation.charts import Chart, line_chart, page_templates
 from embodied_ppo.evaluation.episodes import Episode, EvaluationResult, deviation, mean_interval
 from embodied_ppo.evaluation.video import Video
 from embodied_ppo.training.run_files import METRICS, metric_rows
@@ -343,7 +336,7 @@ def _summary(values: list[float], independent: list[float]) -> dict[str, Any]:
 def template(name: str) -> jinja2.Template:
     """Return the template of a page, which is compiled once per process."""
     environment = page_templates("embodied_ppo.evaluation")
-    environment.filters |= {"number": number, "percent": percent, "short": short, "cut": cut}
+    environment.filters["cut"] = cut
     environment.filters["base64"] = lambda data: base64.b64encode(data).decode()
     return environment.get_template(name)
 
@@ -391,11 +384,10 @@ def tracking_charts(tasks: Mapping[str, Mapping[str, Any]]) -> list[Chart]:
     for task, content in tasks.items():
         series, bands = {}, {}
         for name, parts in content.get("tracking", {}).items():
-            middle = [sum(part["range"]) / 2 for part in parts]
+            points = [(sum(part["range"]) / 2, part) for part in parts]
             if len(parts) > 1:
-                series[name] = [(x, part["mean"]) for x, part in zip(middle, parts, strict=True)]
-                rows = zip(middle, parts, strict=True)
-                bands[name] = [(x, *part["ci95"]) for x, part in rows if part["ci95"]]
+                series[name] = [(x, part["mean"]) for x, part in points]
+                bands[name] = [(x, *part["ci95"]) for x, part in points if part["ci95"]]
         if series:
             title = "absolute error" if len(tasks) == 1 else f"{task}: absolute error"
             charts.append(line_chart(title, "command, in its unit", series, bands))

@@ -21,9 +21,8 @@ p_n, or the lower end of its interval, is not above p_0.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from types import MappingProxyType
@@ -34,10 +33,11 @@ from embodied_envs.base.errors import ConfigError, EnvError
 from embodied_envs.base.random import env_seeds
 from embodied_envs.types import VectorEnv
 from embodied_ppo.core.types import ProgressCallback
-from embodied_ppo.evaluation.charts import Chart, line_chart, number
+from embodied_ppo.evaluation.charts import Chart, line_chart, mean, number
 from embodied_ppo.evaluation.episodes import EvaluationResult
 from embodied_ppo.options.schema import EnvConfig, EvaluateConfig
 from embodied_ppo.rollout import environments
+from embodied_ppo.training.progress import counter
 
 FORMAT = 2  # version of robustness.json; it changes when a field changes its meaning
 
@@ -294,17 +294,11 @@ class RobustnessSweep:
         # A task that reports no success has the return of the untrained policy as its floor.
         needs_floor = nominal.successes is None
         total = (self.count + needs_floor) * self.episodes
-        finished = itertools.count(1)
+        on_episode = counter(advance, "robustness", total)
 
         def run(changes: Mapping[str, Any], trained: bool = True) -> EvaluationResult:
-            return evaluate(
-                trained,
-                changed(self.factory, changes),
-                self.episodes,
-                lambda _: advance("robustness", next(finished), total),
-            )
+            return evaluate(trained, changed(self.factory, changes), self.episodes, on_episode)
 
-        advance("robustness", 0, total)
         untrained = run({}, trained=False) if needs_floor else None
         return card(self.factors, nominal, run, untrained=untrained, left_out=self.left_out)
 
@@ -359,8 +353,8 @@ def card(
         half = [p["value"] for p in points if p["retained"] is not None and p["retained"] < 0.5]
         row = {"name": f.name, "unit": f.unit, "trained": f.trained}
         row |= {"standard_values": list(f.scored), "points": points, "below_half": half}
-        row |= {"score": _mean(p["retained"] for p in scored)}
-        rows.append(row | {"mean": _mean(p["mean"] for p in scored)})
+        row |= {"score": mean(p["retained"] for p in scored)}
+        rows.append(row | {"mean": mean(p["mean"] for p in scored)})
     return {
         "format": FORMAT,
         "metric": metric,
@@ -371,7 +365,7 @@ def card(
         "untrained": p_0,
         "threshold": None if no_score else floor + (top - floor) / 2,
         "no_score": no_score,
-        "score": _mean(row["score"] for row in rows),
+        "score": mean(row["score"] for row in rows),
         "factors": rows,
         "left_out": dict(left_out),
     }
@@ -379,14 +373,8 @@ def card(
 
 def _performance(result: EvaluationResult, metric: str) -> dict[str, Any]:
     """Return mean and 95 % interval (null for one return)."""
-    mean = fmean(result.returns if metric == "return" else map(float, result.successes or ()))
-    return {"mean": mean, "ci95": result.intervals().get(f"eval/{metric}")}
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Return the mean of the numbers among ``values``; None without any."""
-    numbers = [v for v in values if v is not None]
-    return fmean(numbers) if numbers else None
+    values = result.returns if metric == "return" else map(float, result.successes or ())
+    return {"mean": fmean(values), "ci95": result.intervals().get(f"eval/{metric}")}
 
 
 # ------------------------------------------------------------------------------------------ display

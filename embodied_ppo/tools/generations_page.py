@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 from urllib.parse import urlencode
 
-from embodied_ppo.evaluation.charts import number, page_templates
+from embodied_ppo.evaluation.charts import mean, number, page_templates
 from embodied_ppo.training import generations
 
 PAGE = 50  # number of responses, or with a second update of prompts, on a page
@@ -91,7 +90,7 @@ def _pairs(lines: Iterator[dict[str, Any]], files: Sequence[Path]) -> Iterator[t
 def _facts(line: Mapping[str, Any]) -> list[str]:
     """Return what is known about a response, as short texts."""
     values = {"score": line.get("score"), **(line.get("terms") or {})}
-    values |= {f"mean {name}": _mean(line.get(key)) for name, key in NUMBERS.items()}
+    values |= {f"mean {name}": mean(line.get(key) or ()) for name, key in NUMBERS.items()}
     known = [f"{name} {number(x)}" for name, x in values.items() if x is not None]
     return [*known, f"{len(line['tokens'])} tokens"]
 
@@ -100,19 +99,11 @@ def _facts(line: Mapping[str, Any]) -> list[str]:
 NUMBERS = {"advantage": "advantage", "log-probability": "log_prob"}
 
 
-def _mean(values: Sequence[float | None] | None) -> float | None:
-    """Return the mean of the numbers in a list, None without any."""
-    numbers = [x for x in values or () if x is not None]
-    return fmean(numbers) if numbers else None
-
-
 def _tokens(line: Mapping[str, Any]) -> list[list[str]]:
     """Return a table of the first tokens: index, token and its numbers."""
     columns = [line["tokens"], *(line.get(key) or [] for key in NUMBERS.values())]
-    return [
-        [str(i), *(_cell(column[i] if i < len(column) else None) for column in columns)]
-        for i in range(min(TOKENS_SHOWN, len(line["tokens"])))
-    ]
+    rows = islice(zip_longest(*columns), min(TOKENS_SHOWN, len(line["tokens"])))
+    return [[str(i), *map(_cell, row)] for i, row in enumerate(rows)]
 
 
 def _cell(x: float | None) -> str:

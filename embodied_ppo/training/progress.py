@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import sys
 import time
@@ -146,12 +147,9 @@ class Progress:
         elif now - self._last_line >= LINE_EVERY_S:
             self._last_line = now
             # Mean duration of a unit so far, times the units that are missing.
-            remaining_s = (
-                (now - self._start) / max(1, completed - self._first) * (total - completed)
-            )
-            print(
-                f"{task} {completed}/{total}  {remaining_s:.0f} s left", file=sys.stderr, flush=True
-            )
+            mean_s = (now - self._start) / max(1, completed - self._first)
+            line = f"{task} {completed}/{total}  {mean_s * (total - completed):.0f} s left"
+            print(line, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Progress:
         return self
@@ -160,6 +158,19 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def counter(advance: ProgressCallback, task: str, total: int) -> Callable[[Any], None]:
+    """Show the start of a task; return a function that counts one unit more in each call.
+
+    Args:
+        advance: Progress callback ``(task, completed, total)``.
+        task: Name of the task.
+        total: Units of the task.
+    """
+    completed = itertools.count(1)
+    advance(task, 0, total)
+    return lambda _: advance(task, next(completed), total)
 
 
 class Messages:
