@@ -24,7 +24,7 @@ from embodied_ppo.core.errors import CheckpointError, UsageError
 from embodied_ppo.options import loader
 from embodied_ppo.tools import generations_page
 from embodied_ppo.training import generations, health
-from embodied_ppo.training.run_files import METRICS, find_runs, read_parent
+from embodied_ppo.training.run_files import METRICS, differing_options, find_runs, read_parent
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 4 << 20  # bytes of metrics.jsonl in one response; a longer line is skipped
@@ -255,13 +255,8 @@ def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
         with contextlib.suppress(OSError, ValueError):
             content = loader.read_yaml(run / "config.yaml", limit=MAX_FILE_SIZE, follow_links=False)
         flat = loader.flat(content if isinstance(content, dict) else {})
-        options.append({name: show(value) for name, value in flat.items()})
-    names = dict.fromkeys(name for values in options for name in values)
-    return [
-        {"option": name, "values": [values.get(name) for values in options]}
-        for name in names
-        if name not in RUN_OPTIONS and len({x.get(name) for x in options if x}) > 1
-    ]
+        options.append({name: show(x) for name, x in flat.items() if name not in RUN_OPTIONS})
+    return differing_options(options)
 
 
 # --------------------------------------------------------------------------------------- server
@@ -359,8 +354,7 @@ class Handler(BaseHTTPRequestHandler):
         """Return the directories of the requested runs, each once, at least one."""
         runs, names = find_runs(self.server.roots), dict.fromkeys(query.get("run", ["(none)"]))
         if unknown := [name for name in names if name not in runs]:
-            message = f"run={show_path(unknown[0])}: is not watched here"
-            raise Refused(HTTPStatus.NOT_FOUND, message)
+            raise Refused(HTTPStatus.NOT_FOUND, f"run={show_path(unknown[0])}: is not watched here")
         return [runs[name] for name in names]
 
     def _file(self, run: Path, name: str) -> None:

@@ -83,6 +83,19 @@ def in_sweep_order(run_dirs: Sequence[Path]) -> list[Path]:
     return sorted(run_dirs, key=key)
 
 
+def differing_options(options: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
+    """Return every option that differs between runs, with its values in the order of the runs.
+
+    A value is None if the run does not read the option. Runs without any option are not compared.
+    """
+    names = dict.fromkeys(name for values in options for name in values)
+    return [
+        {"option": name, "values": [values.get(name) for values in options]}
+        for name in names
+        if len({values.get(name) for values in options if values}) > 1
+    ]
+
+
 # ------------------------------------------------------------------------------------------ parents
 @dataclass(frozen=True)
 class Parent:
@@ -142,9 +155,8 @@ def read_parent(run_dir: Path, *, follow_links: bool = True) -> Parent | None:
         # The file may come from another machine or an editor, so each entry is checked.
         if not all(isinstance(x, list) and len(x) == 2 for x in content["options"].values()):
             raise ValueError("its entry options is not a pair of values for each option")
-        options = {name: (old, new) for name, (old, new) in content["options"].items()}
-        run, relative, update, policy_sha256 = [content[name] for name in PARENT_FIELDS][:4]
-        return Parent(run, relative, update, policy_sha256, options)
+        content["options"] = {name: (old, new) for name, (old, new) in content["options"].items()}
+        return Parent(**{name: content[name] for name in PARENT_FIELDS})
 
 
 # --------------------------------------------------------------------------------------------- rows
