@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -34,7 +33,7 @@ from embodied_ppo.rollout.rewards import build as rewards_build
 from embodied_ppo.rollout.rewards.graders import check_exists
 from embodied_ppo.training import checkpoint, generations
 from embodied_ppo.training.logging import numbers
-from embodied_ppo.training.progress import Progress
+from embodied_ppo.training.progress import Progress, counter
 from embodied_ppo.training.run_directory import digest, report_write_errors
 from embodied_ppo.training.trained_run import MODEL, TrainedRun, open_evaluated
 
@@ -50,15 +49,14 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
             hint = f"name a directory with the {MODEL} and the weights of a model"
             raise ConfigError(f"{hint}: model={show_path(model)} has none")
         config = replace(config, checkpoint=model, model=None)
-    source, run_dir, trained = open_evaluated(config.checkpoint)
-    validation.check_evaluation(config, trained.mode, explicit)
     progress = Progress(quiet)
+    run = open_evaluated(config.checkpoint, say=progress.say)
+    validation.check_evaluation(config, run.config.mode, explicit)
     device = select_device(config.device, config.threads, notice=progress.say)
-    run = TrainedRun(trained, source, run_dir, progress.say)
-    out = report_dir(config, source, run_dir)
-    measure = _evaluate_language if trained.mode == "reasoning" else _evaluate_robot
+    out = report_dir(config, run.source, run.run_dir)
+    measure = _evaluate_language if run.config.mode == "reasoning" else _evaluate_robot
     results = measure(run, config, device, out, progress)
-    return {"checkpoint": str(source.path), "episodes": config.episodes, **results}
+    return {"checkpoint": str(run.source.path), "episodes": config.episodes, **results}
 
 
 def report_dir(config: EvaluateConfig, source: checkpoint.Checkpoint, run_dir: Path) -> Path:
@@ -77,8 +75,7 @@ def report_dir(config: EvaluateConfig, source: checkpoint.Checkpoint, run_dir: P
         if value != default[option] and option not in free and "video" not in option
     }
     suffix = f"-{digest(changed)[:6]}" if changed else ""
-    name = f"step_{source.update:06d}-{config.episodes}x{config.seed}{suffix}"
-    return run_dir / "reports" / name
+    return run_dir / "reports" / f"step_{source.update:06d}-{config.episodes}x{config.seed}{suffix}"
 
 
 def options_of_report(content: Mapping[str, Any], source: Path, **options: Any) -> EvaluateConfig:
@@ -131,8 +128,7 @@ def _evaluate_robot(
     evaluation_seeds(options.seed, options.episodes)  # raises before anything is built
     config = evaluated_config(run, options)
     env_config, allow = config.env, options.allow_changed_task
-    num_envs = environments.evaluated_envs(env_config, options.num_envs)
-    options = replace(options, num_envs=num_envs)
+    options = replace(options, num_envs=environments.evaluated_envs(env_config, options.num_envs))
     builds_once = environments.builds_once(run.config)
     rebuild = not builds_once
     factory = robot_evaluation.env_factory(run, config, device, allow=allow, rebuild=rebuild)
@@ -167,15 +163,9 @@ def _evaluate_robot(
         return robot_evaluation.measure(changed, acting, factory, on_episode)
 
     with _measuring(out, progress):
-        finished = itertools.count(1)
-        progress.advance("episodes", 0, options.episodes)
+        on_episode = counter(progress.advance, "episodes", options.episodes)
         try:
-            result = robot_evaluation.measure(
-                options,
-                policy,
-                factory,
-                lambda _: progress.advance("episodes", next(finished), options.episodes),
-            )
+            result = robot_evaluation.measure(options, policy, factory, on_episode)
         finally:
             if lender is not None:
                 lender.close()

@@ -159,21 +159,13 @@ class TrainedPolicy:
         memory.store(state)
         if self.history is not None:
             self._previous = self.history.push(self._previous, observed, action)
-        is_tensor = any(isinstance(x, Tensor) for x in _values(obs))
+        is_tensor = any(isinstance(x, Tensor) for x in tree.leaves(obs))
 
         def convert(x: Tensor) -> Any:
             x = x.to(first.device) if is_batched else x[0].to(first.device)
             return x if is_tensor else x.cpu().numpy()[()]  # np.int64 instead of shape []
 
         return tree.map(convert, self._to_simulator(action))
-
-
-def _values(obs: Any) -> list[Any]:
-    """Return the arrays of nested dictionaries and tuples."""
-    if isinstance(obs, Mapping | tuple | list):
-        nested = obs.values() if isinstance(obs, Mapping) else obs
-        return [x for value in nested for x in _values(value)]
-    return [obs]
 
 
 def load_policy(
@@ -190,10 +182,8 @@ def load_policy(
     Raises:
         CheckpointError, ConfigError, EnvError: The checkpoint or its task cannot be used.
     """
-    source, run_dir, trained = open_run(path)
-    say = Progress(quiet=False).say
-    selected = select_device(device, 0, notice=say)
-    run = TrainedRun(trained, source, run_dir, say)
+    run = open_run(path, say=Progress(quiet=False).say)
+    selected = select_device(device, 0, notice=run.say)
     return policy_of(run, selected, seed=seed, allow_changed_task=allow_changed_task)
 
 
@@ -208,7 +198,6 @@ def policy_of(
         )
     env_config = replace(environments.evaluation_env(run.config), realism=RealismConfig())
     config = replace(run.config, env=env_config)
-    allow = allow_changed_task
-    factory = robot_evaluation.env_factory(run, config, device, allow=allow)
-    policy, env = robot_evaluation.restore(run, config, factory, allow=allow)
+    factory = robot_evaluation.env_factory(run, config, device, allow=allow_changed_task)
+    policy, env = robot_evaluation.restore(run, config, factory, allow=allow_changed_task)
     return TrainedPolicy(policy.eval(), run, env, seed=seed)

@@ -263,10 +263,9 @@ def _finished(
 def _teacher(config: Config, say: Say) -> TrainedRun:
     """Return the teacher of a distillation. Raises CheckpointError, ConfigError."""
     assert config.teacher is not None
-    source, run_dir, trained = open_run(config.teacher, "teacher")
-    say(f"teacher: {source.path}, {source.update} updates")
     # The teacher keeps its own options: it may read other observations than the student.
-    teacher = TrainedRun(trained, source, run_dir, say)
+    teacher = open_run(config.teacher, "teacher", say=say)
+    say(f"teacher: {teacher.source.path}, {teacher.source.update} updates")
     check_teacher(teacher, config)
     return teacher
 
@@ -279,7 +278,8 @@ def _initial_policy(config: Config) -> checkpoint.Checkpoint:
         ConfigError: With the options of this run its weights would be another function.
     """
     assert config.initial_policy is not None
-    source, run_dir, trained = open_run(config.initial_policy, "initial_policy")
+    run = open_run(config.initial_policy, "initial_policy")
+    run_dir, trained = run.run_dir, run.config
     then, now = loader.flat(loader.relevant(trained)), loader.flat(loader.relevant(config))
     # Weights may start a run with other options, but not with other meanings of the weights.
     for path in SAME_FUNCTION:
@@ -295,7 +295,7 @@ def _initial_policy(config: Config) -> checkpoint.Checkpoint:
         hint = f"write env.tasks=[{','.join(before)}]"
         raise ConfigError(f"{hint}: initial_policy={run_dir} reads their observations and indices")
     check_values(config, trained, f"initial_policy={run_dir}")
-    return source
+    return run.source
 
 
 def _task(config: Config, source: checkpoint.Checkpoint | None, say: Say) -> TaskFiles | None:

@@ -81,12 +81,10 @@ def play_run(
     Raises:
         CheckpointError, ConfigError, EnvError: The checkpoint or its task cannot be used.
     """
-    source, run_dir, trained = open_run(options.checkpoint)
-    if trained.mode == "reasoning":
+    run = open_run(options.checkpoint, say=Progress(quiet=False).say)
+    if run.config.mode == "reasoning":
         raise ConfigError(f"play shows robots: {options.checkpoint} is a language model")
-    say = Progress(quiet=False).say
-    select_device("cpu", options.threads, notice=say)
-    run = TrainedRun(trained, source, run_dir, say)
+    select_device("cpu", options.threads, notice=run.say)
     config, allow = evaluated_config(run, options), options.allow_changed_task
     factory = _factory(config, robot_evaluation.evaluated_task(run, config.env, allow=allow))
     policy, _ = robot_evaluation.restore(run, config, factory, allow=allow)
@@ -99,7 +97,7 @@ def play_run(
             evaluation.set_instructions(policy, env.instructions)
             acting = {"seed": options.seed, "deterministic": options.deterministic}
             player = Player(env, policy, episode=episode, agent=agent, **acting)
-            follows = Path(options.checkpoint).resolve() == run_dir.resolve()
+            follows = Path(options.checkpoint).resolve() == run.run_dir.resolve()
             yield player, Weights(run, policy, follow=follows)
     finally:
         env.close()

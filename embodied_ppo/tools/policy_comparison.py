@@ -25,9 +25,8 @@ from embodied_ppo.evaluation.comparison import Scores
 from embodied_ppo.options import loader
 from embodied_ppo.options.compose import CALL, FLAGS, GIVEN, override_lines, prepare
 from embodied_ppo.options.schema import Config, EvaluateConfig
-from embodied_ppo.training import checkpoint, run_directory
+from embodied_ppo.training import checkpoint, run_directory, run_files
 from embodied_ppo.training.progress import Progress
-from embodied_ppo.training.run_files import check_compared, find_runs, in_sweep_order
 from embodied_ppo.training.trained_run import open_evaluated
 
 METRICS = ("auto", "return", "success")
@@ -189,18 +188,19 @@ def _methods(paths: Sequence[str]) -> list[ComparedMethod]:
     """Return the methods, without reports and scores."""
     methods: list[ComparedMethod] = []
     for path in paths:
-        check_compared(path)
+        run_files.check_compared(path)
         folder = Path(path)
-        run_dirs = list(find_runs([folder], links=True).values()) if folder.is_dir() else []
+        run_dirs = run_files.find_runs([folder], links=True).values()  # none in a file
         nested = [run_dir for run_dir in run_dirs if run_dir.resolve() != folder.resolve()]
         if not nested:
             methods.append(ComparedMethod(path, [_open(folder)]))
             continue
-        opened = [*map(_open, in_sweep_order(nested))]
+        opened = [*map(_open, run_files.in_sweep_order(nested))]
         # Options that differ between tasks only, such as the number of environments, do not
         # distinguish methods.
         tasks = ComparedMethod(path, opened).by_task().values()
-        names = {row["option"] for part in tasks for row in option_differences(part.runs)}
+        of_tasks = [run_files.differing_options([x.options for x in part.runs]) for part in tasks]
+        names = {row["option"] for rows in of_tasks for row in rows}
         runs_of: dict[tuple[str | None, ...], list[ComparedRun]] = {}
         for trained_run in opened:
             key = tuple(trained_run.options.get(name) for name in sorted(names))
@@ -222,20 +222,20 @@ def _methods(paths: Sequence[str]) -> list[ComparedMethod]:
 
 def _open(path: Path) -> ComparedRun:
     """Open the checkpoint of a run."""
-    source, run_dir, config = open_evaluated(str(path), "compare")
+    run = open_evaluated(str(path), "compare")
     options = {
         name: show(value)
-        for name, value in loader.flat(loader.relevant(config)).items()
+        for name, value in loader.flat(loader.relevant(run.config)).items()
         if not name.startswith(NOT_OF_METHOD)
     }
-    return ComparedRun(path, source, run_dir, config, options)
+    return ComparedRun(path, run.source, run.run_dir, run.config, options)
 
 
 def _set_labels(methods: Sequence[ComparedMethod]) -> None:
     """Make the labels short and unique: relative paths, or the options that differ."""
     folders = [Path(method.label).absolute() for method in methods]
     common = os.path.commonpath([folder.parent for folder in folders])
-    rows = option_differences([method.runs[0] for method in methods])
+    rows = run_files.differing_options([method.runs[0].options for method in methods])
     for i, method in enumerate(methods):
         method.label = os.path.relpath(folders[i], common)
         if folders.count(folders[i]) > 1 and rows:
@@ -244,20 +244,6 @@ def _set_labels(methods: Sequence[ComparedMethod]) -> None:
         repeated = [method for method in methods if method.label == label][1:]
         for number, method in enumerate(repeated, 2):
             method.label = f"{label} ({number})"
-
-
-def option_differences(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
-    """Return the options that differ between runs, with the value in each run.
-
-    Options that do not distinguish methods are left out. A value is None if the run does not read
-    the option.
-    """
-    names = dict.fromkeys(name for trained_run in runs for name in trained_run.options)
-    rows = [
-        {"option": name, "values": [trained_run.options.get(name) for trained_run in runs]}
-        for name in names
-    ]
-    return [row for row in rows if len({*row["values"]}) > 1]
 
 
 def _check_same_tasks(methods: Sequence[ComparedMethod]) -> None:
@@ -278,10 +264,8 @@ def _report(
 ) -> dict[str, Any]:
     """Return report.json of a run; evaluate the run if no current report exists."""
     run_options = replace(options, checkpoint=str(trained_run.source.path), out=None)
-    file = (
-        checkpoint_evaluation.report_dir(run_options, trained_run.source, trained_run.run_dir)
-        / "report.json"
-    )
+    folder = checkpoint_evaluation.report_dir(run_options, trained_run.source, trained_run.run_dir)
+    file = folder / "report.json"
     try:
         content = report.read(file)
         if (
@@ -376,7 +360,7 @@ def _content(
         "deterministic": options.deterministic,
         "methods": rows,
         "differences": differences,
-        "options": option_differences([method.runs[0] for method in methods]),
+        "options": run_files.differing_options([method.runs[0].options for method in methods]),
         "versions": dict(sorted(run_directory.versions().items())),
     }
 

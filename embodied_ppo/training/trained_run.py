@@ -55,12 +55,15 @@ class TrainedRun:
         return replace(model, network=network.spec)
 
 
-def open_run(path: str, option: str = "checkpoint") -> tuple[checkpoint.Checkpoint, Path, Config]:
-    """Return a verified checkpoint, the directory of its run, and the options it was trained with.
+def open_run(
+    path: str, option: str = "checkpoint", *, say: Callable[[str], None] = lambda line: None
+) -> TrainedRun:
+    """Return a verified checkpoint with its run.
 
     Args:
         path: Directory of a run, or of a checkpoint.
         option: The option that names ``path``, for messages.
+        say: Reports a line to the user.
 
     Raises:
         CheckpointError: The checkpoint is missing or damaged.
@@ -70,15 +73,15 @@ def open_run(path: str, option: str = "checkpoint") -> tuple[checkpoint.Checkpoi
     # If a checkpoint was moved out of its run, the folder that contains it counts as the run.
     folder = source.path.parent
     run_dir = folder.parent if folder.name == "checkpoints" else folder
-    return source, run_dir, stored_config(source)
+    return TrainedRun(stored_config(source), source, run_dir, say)
 
 
 MODEL = "config.json"  # a directory with this file is a model as transformers writes it
 
 
 def open_evaluated(
-    path: str, option: str = "checkpoint"
-) -> tuple[checkpoint.Checkpoint, Path, Config]:
+    path: str, option: str = "checkpoint", *, say: Callable[[str], None] = lambda line: None
+) -> TrainedRun:
     """Return what ``open_run`` returns, also for the directory of a language model.
 
     Such a directory counts as the checkpoint before the first update of a run with default options,
@@ -88,12 +91,13 @@ def open_evaluated(
     Args:
         path: Directory of a model, a run or a checkpoint.
         option: The option that names ``path``, for messages.
+        say: Reports a line to the user.
 
     Raises:
         CheckpointError, ConfigError: See ``open_run``.
     """
     if not Path(path, MODEL).is_file():
-        return open_run(path, option)
+        return open_run(path, option, say=say)
     folder = Path(path).absolute()
     # No prompt is left out: the score of a part of the data would be another one.
     options = {"actor.model.path": str(folder), "algorithm.prompt_length": 10**7}
@@ -101,4 +105,4 @@ def open_evaluated(
     config = loader.read(Config, [(option, layer)]).config
     manifest = {"update": 0, "tokens": 0, "config_hash": config_hash(config)}
     run_dir = Path("evaluations") / f"{folder.name}-{digest({'model': str(folder)})[:6]}"
-    return checkpoint.Checkpoint(folder, manifest), run_dir, config
+    return TrainedRun(config, checkpoint.Checkpoint(folder, manifest), run_dir, say)

@@ -32,7 +32,6 @@ from embodied_ppo.policies import actor_critic
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.programs import runs
 from embodied_ppo.training import trained_run
-from embodied_ppo.training.trained_run import TrainedRun
 from tests.integration.test_resume import assert_same, contents, rows
 
 TASK: dict[str, Any] = run_helpers.nested(
@@ -346,7 +345,8 @@ def test_bad_input_is_refused_with_one_line(
 
 
 def test_teachers_that_do_not_fit_are_refused(teacher: Path) -> None:
-    source, run_dir, trained = trained_run.open_run(str(teacher))
+    run = trained_run.open_run(str(teacher))
+    trained = run.config
     own, model = config(TASK, STUDENT), trained.model
     unnamed = replace(model, actor_obs=None, critic_obs=None)
     for change, message in (
@@ -355,9 +355,8 @@ def test_teachers_that_do_not_fit_are_refused(teacher: Path) -> None:
         ({"model": unnamed}, "reads all observations"),
         ({"env": replace(trained.env, tasks=("A", "B"))}, r"write env\.tasks=\[A"),
     ):
-        chosen = TrainedRun(replace(trained, **change), source, run_dir, print)
+        chosen = replace(run, config=replace(trained, **change))
         with pytest.raises(ConfigError, match=message):
             distillation.check_teacher(chosen, own)
-    chosen = TrainedRun(trained, source, run_dir, print)
     with pytest.raises(ConfigError, match=r"write model\.actor_obs="):
-        distillation.check_teacher(chosen, replace(own, model=replace(own.model, actor_obs=None)))
+        distillation.check_teacher(run, replace(own, model=replace(own.model, actor_obs=None)))

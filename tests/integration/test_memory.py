@@ -69,7 +69,7 @@ def test_evaluation_does_not_depend_on_the_number_of_environments(trained: Path,
 
 def test_loaded_policy_gives_the_reports_return(trained: Path, tmp_path) -> None:
     """``load`` is called with what the simulator returns, without history or state."""
-    config = trained_run.open_run(str(trained))[2]
+    config = trained_run.open_run(str(trained)).config
     options = EvaluateConfig(str(trained), episodes=2, video=False, out=str(tmp_path))
     checkpoint_evaluation.evaluate(options, quiet=True)
     report = json.loads((tmp_path / "report.json").read_text())

@@ -80,7 +80,7 @@ def rows(run_dir: Path) -> list[dict]:
 
 def check_resume(run_dir: Path, folder: Path, *, at: int, updates: int) -> None:
     """Continue a run from a checkpoint in ``folder``; the end is equal bit for bit."""
-    config = trained_run.open_run(str(run_dir))[2]
+    config = trained_run.open_run(str(run_dir)).config
     source = str(run_dir / "checkpoints" / f"step_{at:06d}")
     runs.train(replace(config, run_dir=str(folder), resume=source), quiet=True)
     assert_same(contents(run_dir, updates), contents(folder, updates))

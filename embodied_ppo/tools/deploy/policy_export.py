@@ -38,20 +38,17 @@ def export(path: str, out: str, *, adapter: bool = False) -> dict[str, Any]:
     Raises:
         CheckpointError, ConfigError, EnvError: The model cannot be exported, or not be written.
     """
-    source, run_dir, trained = open_run(path)
-    say = Progress(quiet=False).say
-    run = TrainedRun(trained, source, run_dir, say)
-    folder = Path(out)
+    run, folder = open_run(path, say=Progress(quiet=False).say), Path(out)
     check(run, adapter=adapter)
     with export_folder(folder):
-        if trained.mode == "reasoning":
+        if run.config.mode == "reasoning":
             measurements = _write_language_model(run, folder, adapter=adapter)
-        elif trained.model.policy == "actor_critic":
+        elif run.config.model.policy == "actor_critic":
             measurements = bundle.write(run, folder)
         else:
             measurements = _write_vla(run, folder, adapter=adapter)
     mb = round(sum(file.stat().st_size for file in folder.rglob("*")) / 1e6, 1)
-    return {"checkpoint": str(source.path), "out": str(folder), "mb": mb, **measurements}
+    return {"checkpoint": str(run.source.path), "out": str(folder), "mb": mb, **measurements}
 
 
 def check(run: TrainedRun, *, adapter: bool) -> None:

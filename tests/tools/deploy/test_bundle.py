@@ -65,7 +65,8 @@ def policy(cheetah: Path) -> Policy:
 def damaged(cheetah: Path, out: Path, change: Callable[[ActorCritic], None]) -> Path:
     """Return a bundle whose policy.onnx is of a changed policy."""
     shutil.copytree(cheetah / "out", out)
-    source, _, config = trained_run.open_run(str(cheetah / "run"))
+    run = trained_run.open_run(str(cheetah / "run"))
+    source, config = run.source, run.config
     env = environments.make_env([0], config=config.env, device=torch.device("cpu"))
     actor = robot_policy.make_policy(config, env)
     assert isinstance(actor, ActorCritic)
@@ -94,7 +95,7 @@ def test_policy_json_names_order_units_limits_and_origin(cheetah: Path) -> None:
         **{"gear": 120, "range": [-1, 1], "kp": None, "kd": None, "force": None},
     }
     assert info["ctrl_of_action"] == {"offset": [0] * 6, "scale": [1] * 6}
-    source, _, _ = trained_run.open_run(str(cheetah / "run"))
+    source = trained_run.open_run(str(cheetah / "run")).source
     weights = source.manifest["files"]["policy.pt"]["sha256"]
     assert info["checkpoint"]["sha256"] == weights and info["checkpoint"]["update"] == 3
     assert {"torch", "onnxruntime"} <= info["versions"].keys()
@@ -108,7 +109,7 @@ def check_returns(policy: Policy, run: Path, out: Path, rtol: float) -> None:
     options = EvaluateConfig(str(run), episodes=2, video=False, out=str(out))
     checkpoint_evaluation.evaluate(options, quiet=True)
     report = json.loads((out / "report.json").read_text())
-    config, seeds = trained_run.open_run(str(run))[2].env, evaluation_seeds(0, 2)
+    config, seeds = trained_run.open_run(str(run)).config.env, evaluation_seeds(0, 2)
     config = replace(config, action_mapping="none")
     env = environments.make_env(seeds, config=config, device=torch.device("cpu"))
     for _ in range(2):

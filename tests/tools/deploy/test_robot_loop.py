@@ -133,16 +133,16 @@ def test_mujoco_alone_gives_the_observations_and_actions_of_our_simulator(
     """Same reset, command and delay of each joint, no noise: 60 steps; float32 rounding grows."""
     _, simulation, observe = load(policy)
     loop_module, command = run_policy.load_file(policy.folder / "robot_loop.py"), command_of(policy)
-    source, run_dir, config = trained_run.open_run(str(robot / "run"))
+    run = trained_run.open_run(str(robot / "run"))
     realism = RealismConfig(joint_delay=(0.8, 2.4), obs_delay=1, action_rate_limit=0.3)
     env_config = replace(
-        environments.evaluation_env(config), realism=realism, action_mapping="none"
+        environments.evaluation_env(run.config), realism=realism, action_mapping="none"
     )
     env = environments.make_env(
         evaluation_seeds(0, 1),
         config=env_config,
         device=torch.device("cpu"),
-        task=environments.stored_task(source, run_dir),
+        task=environments.stored_task(run.source, run.run_dir),
     )
     simulator: Any = env.simulator
     held = {"command": torch.tensor([command])} if command else {}
