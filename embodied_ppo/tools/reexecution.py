@@ -56,6 +56,16 @@ def completed_updates(run_dir: Path) -> int:
     return max([max(logged, default=0), *stored_updates(run_dir)])
 
 
+def check_completed(run_dir: Path, update: int, *, least: int) -> None:
+    """Raise ConfigError if a run has not completed ``update``, or it is below ``least``."""
+    completed = completed_updates(run_dir)
+    if not least <= update <= completed:
+        raise ConfigError(
+            f"update={update}: {run_dir} has completed {completed} updates; name one from {least}"
+            f" to {completed}"
+        )
+
+
 def starts(run_dir: Path) -> dict[int, Path | None]:
     """Return update -> checkpoint from which a run can be executed again, in increasing order.
 
@@ -92,12 +102,7 @@ def nearest_start(
         CheckpointError: The run has no state at or before ``update``.
         ConfigError: The run has not completed so many updates.
     """
-    completed = completed_updates(run_dir)
-    if not 0 <= update <= completed:
-        raise ConfigError(
-            f"update={update}: {run_dir} has completed {completed} updates; name one from 0 to"
-            f" {completed}"
-        )
+    check_completed(run_dir, update, least=0)
     possible = starts(run_dir)
     earlier = [u for u in possible if u <= update]
     stored = ", ".join(map(str, stored_updates(run_dir))) or "none"

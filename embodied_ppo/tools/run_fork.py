@@ -6,6 +6,7 @@ import argparse
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +84,13 @@ def fork_lines(
             out = Path(folder) / "run"
             reexecution.repeat(source_run, out, start=start, stop=update, say=bar.say)
             source = checkpoint.find(out)
-        opened = checkpoint.open_checkpoint(source)
-        parent = branch(source_run, opened, run_dir, run_config, config)
+        parent = branch(source_run, checkpoint.open_checkpoint(source), run_dir, run_config, config)
         config = replace(config, resume=str(source))
         return runs.train(config, explicit=explicit, quiet=quiet, command=None, parent=parent)
 
 
 def _new_run_dir(source_run: Path, update: int) -> Path:
     """Return RUN-fork-UPDATE, or with a number behind it, that does not exist yet."""
-    home = source_run.resolve()
-    base = path = home.with_name(f"{home.name}-fork-{update}")
-    number = 2
-    while path.exists():
-        path, number = base.with_name(f"{base.name}.{number}"), number + 1
-    return path
+    base = Path(f"{source_run.resolve()}-fork-{update}")
+    paths = chain([base], (Path(f"{base}.{number}") for number in count(2)))
+    return next(path for path in paths if not path.exists())

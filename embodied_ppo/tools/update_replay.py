@@ -11,7 +11,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from embodied_envs.base.errors import ConfigError
 from embodied_ppo.api import Run, path_text, whole_number
 from embodied_ppo.core.types import Metrics, Samples, Trajectory
 from embodied_ppo.ppo.minibatches import PolicyLoss, take
@@ -117,12 +116,7 @@ def replay(
     bar, update = Progress(not progress), whole_number("update", update)
     source_run = reexecution.run_directory(path_text(run))
     out = None if out is None else Path(path_text(out, "out"))
-    completed = reexecution.completed_updates(source_run)
-    if not 1 <= update <= completed:
-        raise ConfigError(
-            f"update={update}: {source_run} has completed {completed} updates; name one from 1 to"
-            f" {completed}"
-        )
+    reexecution.check_completed(source_run, update, least=1)
     if out is not None:
         check_writable(out)
     start, _ = reexecution.nearest_start(source_run, update - 1, bar.say)
