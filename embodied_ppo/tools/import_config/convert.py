@@ -362,21 +362,18 @@ def _drop_removed(migration: Migration) -> None:
         _drop(migration, path, REMOVED[path].hint, rows)
 
 
-def _has_critic(migration: Migration) -> bool:
-    return migration.options.get("algorithm.adv_type", "gae") == "gae"
-
-
 def _drop(migration: Migration, path: str, reason: str, rows: list[dict[str, Any]]) -> None:
     """Drop an option of ours, and add those of the file that became it to ``rows``.
 
     A default of theirs that is refused, such as one of the critic's optimiser, is a difference.
     """
     del migration.options[path]
+    has_critic = migration.options.get("algorithm.adv_type", "gae") == "gae"
     for row in [row for row in migration.mapped if path in row["ours"]]:
         del row["ours"][path]
         if not row["default"]:
             rows.append(_row(row["theirs"], row["value"], reason))
-        elif rows is migration.refused and _has_critic(migration):
+        elif rows is migration.refused and has_critic:
             migration.differences.append(_row(row["theirs"], row["value"], reason))
     migration.mapped = [row for row in migration.mapped if row["ours"]]
 
@@ -394,8 +391,7 @@ def _drop_unread(migration: Migration, file: str) -> None:
         if (not other and path not in unread) or unset:
             continue
         condition = f"mode={readers.mode_of(path)}" if other else unread[path]
-        value = show(migration.options[path])
-        reason = f"{path} = {value} is not read here; it needs {condition}"
+        reason = f"{path} = {show(migration.options[path])} is not read here; it needs {condition}"
         _drop(migration, path, reason, migration.meaningless)
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import yaml
@@ -43,11 +45,7 @@ def parse(text: str) -> dict[str, Any]:
     """
     options: dict[str, Any] = {}
     variables: dict[str, str] = {}
-    try:
-        tokens = shlex.split(CONTINUED.sub(" ", COMMENT.sub("", text)))
-    except ValueError:  # a quote without its end
-        return {}
-    for token in (_expanded(token, variables) for token in tokens):
+    for token in _tokens(CONTINUED.sub(" ", COMMENT.sub("", text)), variables):
         if match := CONFIG.fullmatch(token):
             options[f"hydra.{match[1]}"] = match[2]
         elif match := OPTION.fullmatch(token):
@@ -78,11 +76,7 @@ def parse_flags(text: str) -> dict[str, Any]:
     variables: dict[str, str] = {}
     commands: list[dict[str, list[Any]]] = [{}]  # the first one: before any program
     values: list[Any] = []
-    try:
-        tokens = shlex.split(script)
-    except ValueError:  # a quote without its end
-        return {}
-    for token in (_expanded(token, variables) for token in tokens):
+    for token in _tokens(script, variables):
         if match := VARIABLE.fullmatch(token):
             variables[match[1]] = match[2]
         elif PROGRAM.fullmatch(token):
@@ -96,14 +90,19 @@ def parse_flags(text: str) -> dict[str, Any]:
     return {name: x[0] if len(x) == 1 else x or True for name, x in options.items()}
 
 
-def _expanded(text: str, variables: dict[str, str]) -> str:
-    """Return the text with the values of the known shell variables."""
+def _tokens(script: str, variables: Mapping[str, str]) -> Iterator[str]:
+    """Yield the words of a script with the values of the shell variables that are known by then.
+
+    There are none if a quote has no end.
+    """
 
     def value(match: re.Match[str]) -> str:
         name = match[1] or match[3] or "shell"
         return variables.get(name, match[2] or f"${{{name}}}")
 
-    return REFERENCE.sub(value, text)
+    with suppress(ValueError):  # of ``split``
+        for token in shlex.split(script):
+            yield REFERENCE.sub(value, token)
 
 
 def _value(text: str) -> Any:

@@ -10,16 +10,8 @@ from typing import Any
 
 from embodied_envs.base.errors import ConfigError, shorten, show
 from embodied_ppo.options import openpi_configs
-from embodied_ppo.tools.import_config import rules
-from embodied_ppo.tools.import_config.table import (
-    REASONS,
-    Answer,
-    Framework,
-    Reason,
-    Source,
-    load,
-    read_table,
-)
+from embodied_ppo.tools.import_config import rules, table
+from embodied_ppo.tools.import_config.table import REASONS, Answer, Framework, Reason, Source, load
 
 # Their losses that have a counterpart here.
 LOSSES = ("actor_critic", "actor", "decoupled_actor_critic")
@@ -426,7 +418,7 @@ def differences(source: Source) -> dict[str, str]:
     }
     return {
         path: text.format(chunk=chunk, top_k=top_k)
-        for name, texts in read_table("rlinf")["differences"].items()
+        for name, texts in table.read_table("rlinf")["differences"].items()
         for path, text in texts.items()
         if path in source.values and conditions.get(name, source.get(path, False))
     }

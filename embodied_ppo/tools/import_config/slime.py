@@ -20,8 +20,7 @@ def estimator(value: Any, source: Source) -> Answer:
     if value in GROUPED:
         # Without the division by the deviation GRPO is another estimator.
         divides = not source.get("disable-grpo-std-normalization")
-        mean = "reinforce_plus_plus_baseline"
-        answer = {"algorithm.adv_type": "grpo" if divides else mean}
+        answer = {"algorithm.adv_type": "grpo" if divides else "reinforce_plus_plus_baseline"}
     loss = {"gspo": {"algorithm.ratio_level": "sequence"}}
     loss["cispo"] = {"algorithm.policy_loss": "cispo"}
     return answer | loss.get(value, {})

@@ -13,20 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from embodied_envs.base.errors import ConfigError, shorten, show
-from embodied_ppo.tools.import_config import rules
-from embodied_ppo.tools.import_config.table import (
-    REASONS,
-    Answer,
-    Framework,
-    Reason,
-    Rule,
-    Source,
-    load,
-    read_table,
-)
+from embodied_ppo.tools.import_config import rules, table
+from embodied_ppo.tools.import_config.table import REASONS, Answer, Framework, Reason, Rule, Source
 
-TRAINERS = read_table("trl_trainers")
-LOSSES: dict[str, str] = read_table("trl_grpo")["losses"]
+TRAINERS = table.read_table("trl_trainers")
+LOSSES: dict[str, str] = table.read_table("trl_grpo")["losses"]
 OTHER_LOSSES = ("sapo", "luspo", "vespo")
 
 
@@ -295,12 +286,12 @@ def trainer_of(source: Source, file: str) -> Framework:
     return PPO if ppo > grpo else GRPO
 
 
-GRPO = load(
+GRPO = table.load(
     "trl_grpo",
     globals() | training_rules(grpo_updates, steps_per_update, grpo_batches, REASONS["ELSEWHERE"]),
     differences=grpo_differences_of,
 )
-PPO = load(
+PPO = table.load(
     "trl_ppo",
     globals() | training_rules(updates, lambda source: 1.0, batches, REASONS["EPOCHS"]),
     differences=differences_of,

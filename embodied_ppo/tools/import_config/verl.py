@@ -168,10 +168,6 @@ def unnorm_key(value: Any, source: Source) -> Answer:
     return {"model.unnorm_key": f"{value}{suffix}"}
 
 
-def is_simplevla(source: Source) -> bool:
-    return source.get(f"{MODEL}.vla") is not None
-
-
 def simplevla(source: Source, file: str) -> Framework:
     """Return the framework of a script. Raises ConfigError for a simulator without adapter."""
     name = source.get("data.task_suite_name", "libero_10")
@@ -191,7 +187,7 @@ def simplevla(source: Source, file: str) -> Framework:
 
 def variant(source: Source, file: str) -> Framework:
     """Return VERL, or SimpleVLA-RL's options for its scripts. Raises ConfigError."""
-    return simplevla(source, file) if is_simplevla(source) else VERL
+    return VERL if source.get(f"{MODEL}.vla") is None else simplevla(source, file)
 
 
 VERL = load(
