@@ -70,10 +70,6 @@ class Checkpoint:
         metrics: Metrics = {k: math.nan if x is None else x for k, x in row["metrics"].items()}
         return PendingRow(metrics, row["evaluation_due"])
 
-    def arithmetic(self) -> dict[str, Any]:
-        """Return the settings that the run's rounding depended on."""
-        return self.manifest["arithmetic"]
-
     def policy(self) -> dict[str, Any]:
         """Return the state of the policy; raises CheckpointError."""
         return load_file(self.path / POLICY)
@@ -89,11 +85,10 @@ def steps(folder: Path) -> dict[int, Path]:
     They are found by their names, and damaged ones are not left out.
     """
     names = os.listdir(folder) if folder.is_dir() else []
+    matches = filter(None, map(STEP.fullmatch, names))
     # Sort numbers: as text, step_1000000 comes before step_999999.
-    matches = sorted(
-        (int(match[1]), folder / name) for name in names if (match := STEP.fullmatch(name))
-    )
-    return {update: path for update, path in matches if path.is_dir()}
+    paths = sorted((int(match[1]), folder / match[0]) for match in matches)
+    return {update: path for update, path in paths if path.is_dir()}
 
 
 # -------------------------------------------------------------------------------------------- write
@@ -342,17 +337,12 @@ def open_checkpoint(path: str | Path, option: str = "checkpoint") -> Checkpoint:
     except CheckpointError as error:
         # Name the newest intact one, but do not use it: the user asked for another.
         for other in reversed(steps(folder.parent).values()):
-            if _is_intact(other):
-                raise CheckpointError(f"{error}; {other.name} is intact") from error
+            try:
+                _verified(other)
+            except CheckpointError:
+                continue
+            raise CheckpointError(f"{error}; {other.name} is intact") from error
         raise
-
-
-def _is_intact(folder: Path) -> bool:
-    try:
-        _verified(folder)
-    except CheckpointError:
-        return False
-    return True
 
 
 def _verified(folder: Path) -> Checkpoint:
@@ -468,15 +458,11 @@ def load_weights(module: torch.nn.Module, weights: Mapping[str, Any], source: st
     unused: tuple[str, ...] = getattr(module, "unused_weights", ())
     weights = {name: x for name, x in weights.items() if not str(name).startswith(unused)}
     for name in [*state, *sorted(map(str, weights.keys() - state.keys()))]:
-        x, own = weights.get(name), state.get(name)
+        x, own, hint = weights.get(name), state.get(name), "use the model it was trained with"
         if own is None:
-            problem = (
-                f"has tensor {name!r}, which this model lacks; use the model it was trained with"
-            )
+            problem = f"has tensor {name!r}, which this model lacks; {hint}"
         elif not isinstance(x, torch.Tensor):
-            problem = (
-                f"has no tensor {name!r}; it is another model's, use the model it was trained with"
-            )
+            problem = f"has no tensor {name!r}; it is another model's, {hint}"
         elif x.shape != own.shape:
             problem = (
                 f"tensor {name!r} is {tuple(x.shape)}, this model needs {tuple(own.shape)}; use the"

@@ -44,9 +44,8 @@ def entry(prompt: Any, numbers: Mapping[str, Any], **others: Any) -> dict[str, A
     """Return a line: the prompt (``data.prompts.Prompt``), other values, and numbers, null where
     they are not finite.
     """
-    names = ("index", "data_source", "text", "ground_truth")
-    keys = ("prompt_index", "data_source", "prompt", "ground_truth")
-    values = {key: getattr(prompt, name) for key, name in zip(keys, names, strict=True)}
+    values = {"prompt_index": prompt.index, "data_source": prompt.data_source}
+    values |= {"prompt": prompt.text, "ground_truth": prompt.ground_truth}
     return values | others | {name: _rounded(x) for name, x in numbers.items()}
 
 

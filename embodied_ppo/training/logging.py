@@ -251,10 +251,7 @@ class Log:
             self._evaluated_at = update
         if update <= self.completed_updates:  # before the training of this session
             self._started, self._waited_s = time.perf_counter(), CompileSchedule.waited_s
-            return
-        if self.speed not in row:  # an evaluation beside the training
-            return
-        if not self.quiet:
+        elif self.speed in row and not self.quiet:  # no evaluation beside the training
             self._show(update)
 
     def _remaining_s(self, update: int) -> float:

@@ -293,7 +293,7 @@ def check_resume(
             continue
         say(f"resume: {path} was {show(old.get(path))}, is {show(now)}")
     # Hardware, threads and compilation change the order of sums, which changes roundings.
-    now, then = arithmetic(config, device), source.arithmetic()
+    now, then = arithmetic(config, device), source.manifest["arithmetic"]
     if changes := [
         f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name) != now[name]
     ]:
