@@ -301,9 +301,8 @@ def path_text(value: str | Path | Run, name: str = "the run or checkpoint") -> s
     """Return an argument that names a file as text. Raises ConfigError where it is no path."""
     path = value.run_dir if isinstance(value, Run) else value
     if not isinstance(path, str | Path) or not str(path):
-        raise ConfigError(
-            f"write a path: {name} is {'empty' if path == '' else type(path).__name__}"
-        )
+        kind = "empty" if path == "" else type(path).__name__
+        raise ConfigError(f"write a path: {name} is {kind}")
     sizes = [len(os.fsencode(part)) for part in str(path).split("/")]
     if "\0" in str(path) or max(sizes) > 255 or sum(sizes) + len(sizes) > MAX_PATH:
         raise ConfigError(f"write a path that can exist: {name}={show_path(path)}")

@@ -22,10 +22,7 @@ def run(args: argparse.Namespace) -> int:
     """Run all checks, print the results, and return the exit code."""
     arguments.refuse_lines(args.overrides, args.command)
     checks = run_checks()
-    if args.json:
-        print(output.as_json([vars(check) for check in checks]))
-    else:
-        print_checks(checks)
+    output.print_result([vars(check) for check in checks], args, lambda _: print_checks(checks))
     return PROBLEM_FOUND if any(check.breaks_default_recipes for check in checks) else 0
 
 

@@ -58,9 +58,7 @@ def run(args: argparse.Namespace) -> None:
         template=args.template,
     )
     if args.json:
-        files = list(map(str, task.files))
-        summary = {"files": files, "assumed": task.assumed, "commands": task.commands}
-        print(output.as_json(summary))
+        print(output.as_json(vars(task)))
         return
     titles = ("written", "assumed, change it there", "next")
     for title, lines in zip(titles, (task.files, task.assumed, task.commands), strict=True):

@@ -31,8 +31,7 @@ def reading(label: Path | str) -> Iterator[None]:
         ) from error
     # pyarrow raises many types for damaged files (scripts/fuzz.py).
     except Exception as error:
-        cause = one_line(error, kind=True)[-200:]
-        raise damaged(f"{label} cannot be read ({cause})") from error
+        raise damaged(f"{label} cannot be read ({one_line(error, kind=True)[-200:]})") from error
 
 
 def check_pyarrow(path: Path) -> None:

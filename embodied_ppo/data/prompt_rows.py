@@ -242,8 +242,7 @@ def _row(
     if not isinstance(extra, dict):
         raise ConfigError(f"{location}: extra_info = {brief(extra)} must be an object")
     source = item.get("data_source") or ("openai/gsm8k" if gsm8k else name)
-    suffix = GSM8K_SUFFIX if gsm8k else ""
-    return Row(prompt, truth, str(source), extra, suffix, location, response)
+    return Row(prompt, truth, str(source), extra, GSM8K_SUFFIX if gsm8k else "", location, response)
 
 
 def _answer(truth: Any, label: str, key: str | None, needs_answer: bool) -> str:

@@ -139,8 +139,7 @@ def load_prompts(
         if len(ids) <= prompt_length:
             answer = row.ground_truth, row.data_source, row.extra
             template = messages, prefix, chat
-            response = row.response, row.weight
-            prompts.append(Prompt(ids, text, *answer, index, *template, *response))
+            prompts.append(Prompt(ids, text, *answer, index, *template, row.response, row.weight))
     if not prompts:
         raise ConfigError(
             f"prompt_length = {prompt_length}: all {len(lengths)} prompts are longer, the shortest"
@@ -291,11 +290,9 @@ class Sampler:
                 weights = weights * learnability(*self._results)
             noise = torch.rand(self.size, generator=generator("weights"), dtype=torch.float64)
             rows = rows.repeat_interleave((weights + noise).long())
-        return (
-            rows[torch.randperm(len(rows), generator=generator("prompts"))]
-            if self.shuffle
-            else rows
-        )
+        if self.shuffle:
+            rows = rows[torch.randperm(len(rows), generator=generator("prompts"))]
+        return rows
 
     def record(self, rows: Sequence[int], correct: Sequence[bool]) -> None:
         """Record responses, which change the weights from the next epoch on (``by_success``).

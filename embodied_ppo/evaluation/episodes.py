@@ -480,9 +480,9 @@ def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterato
     previous, sentences = getattr(policy, "temperature", None), getattr(policy, "sentences", ())
     if temperature is not None:
         setattr(policy, "temperature", temperature)  # noqa: B010
-    modules = list(policy.modules()) if isinstance(policy, nn.Module) else []
-    training = [m.training for m in modules]
-    for m in modules:
+    modules = policy.modules() if isinstance(policy, nn.Module) else ()
+    training = {m: m.training for m in modules}
+    for m in training:
         m.training = False
     try:
         yield
@@ -490,7 +490,7 @@ def evaluation_mode(policy: Policy, temperature: float | None = None) -> Iterato
         if temperature is not None:
             setattr(policy, "temperature", previous)  # noqa: B010
         set_instructions(policy, sentences)
-        for m, flag in zip(modules, training, strict=True):
+        for m, flag in training.items():
             m.training = flag
 
 
@@ -513,8 +513,8 @@ def set_instructions(policy: Policy, sentences: Sequence[str]) -> None:
             policy.set_sentences(sentences)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def policy_device(policy: Policy) -> torch.device:
-    """Return the device of the policy's first parameter; the CPU if it has none."""
+def policy_device(policy: Policy | None) -> torch.device:
+    """Return the device of the policy's first parameter; the CPU if there is none."""
     parameters = policy.parameters() if isinstance(policy, nn.Module) else iter(())
     return next((p.device for p in parameters), torch.device("cpu"))
 

@@ -129,8 +129,7 @@ class PromptEvaluationResult:
         """Return an answer as an episode of the report."""
         state = hashlib.sha256(self.prompts[answer.prompt].text.encode()).hexdigest()
         grade, ended = answer.grade, "terminated" if answer.stopped else "truncated"
-        outcome = grade.score, answer.length, grade.is_right, ended
-        return Episode(index, self.seed, state, *outcome)
+        return Episode(index, self.seed, state, grade.score, answer.length, grade.is_right, ended)
 
     def _sample(self, answer: Answer) -> dict[str, Any]:
         """Return an answer with its prompt, for the report."""

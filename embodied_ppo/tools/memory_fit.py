@@ -130,8 +130,7 @@ def _placements(config: Config, devices: int) -> Iterator[Config]:
     a = config.algorithm
     learners = a.rollout_batch_size if config.mode == "reasoning" else config.env.num_envs
     for count in range(min(devices, learners), 1, -1):
-        cluster = replace(fused, devices_per_node=count)
-        yield replace(config, placement="fused", cluster=cluster)
+        yield replace(config, placement="fused", cluster=replace(fused, devices_per_node=count))
     local = ClusterConfig(device_memory_gb=c.device_memory_gb)
     yield replace(config, placement="local", cluster=local)
 

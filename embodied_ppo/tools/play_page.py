@@ -214,9 +214,8 @@ class Page:
         if not player.commands:
             return
         with gui.add_folder("Commands"):
-            self._drive = gui.add_checkbox(
-                "Drive", False, hint="Hold these commands instead of those of the task"
-            )
+            hint = "Hold these commands instead of those of the task"
+            self._drive = gui.add_checkbox("Drive", False, hint=hint)
             self._on_change(self._drive, self._set_drive)
             for name, (low, high) in player.commands.items():
                 unit = f" ({COMMAND_UNITS[name]})" if name in COMMAND_UNITS else ""
@@ -225,14 +224,12 @@ class Page:
                 slider = gui.add_slider(f"{name}{unit}", low, high, step, max(low, min(high, 0.0)))
                 self._on_change(slider, functools.partial(self._set_command, slider))
                 self._sliders.append(slider)
-            axes = gui.add_text(
-                "Gamepad", "axes", hint="Sets the commands once a button is pressed"
-            )
+            hint = "Sets the commands once a button is pressed"
+            axes = gui.add_text("Gamepad", "axes", hint=hint)
             self._on_change(axes, self._read_gamepad)
             gui._websock_interface.queue_message(RunJavascriptMessage(GAMEPAD))
             gui.add_markdown("Arrows: command blue, velocity green.")
-            stop = gui.add_button("Zero")
-            self._on_click(stop, self._zero_command)
+            self._on_click(gui.add_button("Zero"), self._zero_command)
 
     def _add_replay(self) -> None:
         """Add the controls of replays: the episode and the position in it."""
@@ -335,9 +332,7 @@ class Page:
         player = self.player
         frame = player.frames[player.shown]
         self._pause_button.label = "Resume" if player.paused else "Pause"
-        checkpoint = ""
-        if self._weights is not None:
-            checkpoint = f"{self._weights.source.path.name}, "
+        checkpoint = "" if self._weights is None else f"{self._weights.source.path.name}, "
         where = f"episode {player.episode}, step {player.steps}"
         if player.cursor is not None:
             self._position.value = player.cursor

@@ -212,10 +212,7 @@ class Player:
         self._generator = Generator().manual_seed(self._episode_seed)
         self.env.restart([self._episode_seed])
         self._obs, self.steps, self._return = self.env.reset(), 0, 0.0
-        device = torch.device("cpu")
-        if self.policy is not None:
-            device = evaluation.policy_device(self.policy)
-        self._memory = EpisodeMemory(self.policy, 1, device)
+        self._memory = EpisodeMemory(self.policy, 1, evaluation.policy_device(self.policy))
         if self.cursor is not None or not hasattr(self, "frames"):
             self.frames: deque[Frame] = deque(maxlen=round(HISTORY_S / self.step_s))
         self.cursor, self.pull = None, None

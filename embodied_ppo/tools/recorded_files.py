@@ -71,8 +71,7 @@ def check_checkpoints(record: RunFiles) -> Iterator[Difference]:
 
 def check_options(record: RunFiles) -> Iterator[Difference]:
     """Compare config.yaml of the run with that of its newest checkpoint."""
-    newest = max(record.manifests)
-    path = record.checkpoints[newest] / checkpoint.CONFIG
+    path = record.checkpoints[max(record.manifests)] / checkpoint.CONFIG
     try:
         record.read(record.run_dir / checkpoint.CONFIG)
         stored = loader.flat(read_options(record.run_dir / checkpoint.CONFIG))
@@ -109,9 +108,8 @@ def check_metrics(record: RunFiles) -> Iterator[Difference]:
     previous = ""
     for update, value in digests:
         if metrics_digest.chain(previous, lines.get(update, b"")) != value:
-            yield Difference(
-                METRICS, f"the row of update {update} does not have its digest", update
-            )
+            location = f"the row of update {update} does not have its digest"
+            yield Difference(METRICS, location, update)
         previous = value
     for update in lines.keys() - dict(digests).keys():
         yield Difference(METRICS, f"the row of update {update} has no digest", update)

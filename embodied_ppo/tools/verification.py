@@ -144,9 +144,7 @@ class _Verification:
             for name, value in settings.items()
             if now[key].get(name) != value
         ]
-        result, detail = (
-            ("different", ", ".join(changed)) if changed else ("equal", "as in the run")
-        )
+        result, detail = "different" if changed else "equal", ", ".join(changed) or "as in the run"
         self.checks.append({"check": "settings", "result": result, "detail": detail})
         if self.updates == 0:
             self.notes.append("no update was executed again (--updates 0)")

@@ -139,8 +139,7 @@ class ExportedPolicy:
 
     def initial_memory(self, size):
         """Return the memory at the start of ``size`` episodes: zeros."""
-        specs = self.memory.items()
-        return {name: np.zeros((size, *x["shape"]), x["dtype"]) for name, x in specs}
+        return {name: np.zeros((size, *x["shape"]), x["dtype"]) for name, x in self.memory.items()}
 
     def outputs_of(self, arrays):
         """Return every output for batches of observations, and of the memory if there is one."""
@@ -252,8 +251,7 @@ class ExportedPolicy:
                 findings += describe_image(key, expected, actual)
                 continue
             expected, actual = rows(expected), rows(actual)
-            limit = limits(expected, tolerance)
-            findings += self._differences(key, spec, expected, actual, limit)
+            findings += self._differences(key, spec, expected, actual, limits(expected, tolerance))
         return findings
 
     def _differences(self, key, spec, expected, actual, limit):
@@ -392,8 +390,7 @@ def limits(expected, tolerance):
     It is ``tolerance`` standard deviations, and one thousandth of the value of a constant.
     """
     constant = np.ptp(expected, axis=0) == 0
-    size = np.where(constant, 1e-3 * np.abs(expected[0]), tolerance * expected.std(axis=0))
-    return size + 1e-6
+    return np.where(constant, 1e-3 * np.abs(expected[0]), tolerance * expected.std(axis=0)) + 1e-6
 
 
 def aligned(key, expected, values):

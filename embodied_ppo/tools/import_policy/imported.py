@@ -258,8 +258,7 @@ class ImportedPolicy:
         if (n := self.normalizer) is not None:
             weights |= {"encoder.moments.mean": n.mean, "encoder.moments.var": n.var}
             # With a count of 0, our normaliser does not use mean and variance.
-            count = torch.tensor(max(n.count, 1e-4), dtype=torch.float64)
-            weights["encoder.moments.count"] = count
+            weights["encoder.moments.count"] = torch.tensor(max(n.count, 1e-4), dtype=torch.float64)
         policy.load_state_dict(policy.state_dict() | weights)
 
     def _critic(self, *, normalized_rewards: bool) -> list[Linear] | None:

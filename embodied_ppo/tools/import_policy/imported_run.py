@@ -67,8 +67,7 @@ def import_policy(
             "write placement=local, and the placement when training goes on: train resume=RUN"
             f" placement={config.placement}: import-policy runs in one process"
         )
-    spaces = describe_spaces(config)
-    probe = make_policy(config, spaces)
+    probe = make_policy(config, describe_spaces(config))
     assert isinstance(probe, ActorCritic)
     policy.check_sizes(probe, config.env.title)
     origin = {

@@ -75,9 +75,8 @@ class StateDict:
     def finish(self) -> None:
         """Raise ConfigError if a tensor remains, which no network of ours contains."""
         if layers := [*dict.fromkeys(name.rpartition(".")[0] or name for name in self.tensors)]:
-            names = shown(", ".join(layers[:3])) + (
-                f" ({len(layers):,} in all)" * (len(layers) > 3)
-            )
+            total = f" ({len(layers):,} in all)" if len(layers) > 3 else ""
+            names = shown(", ".join(layers[:3])) + total
             problem = f"has layers that no network of ours contains: {names}"
             raise ConfigError(f"name a policy of linear layers: {self.label} {problem}")
 
