@@ -6,7 +6,7 @@ All sums are float64, so that merging many small batches equals one pass over al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -84,9 +84,8 @@ def batch_moments(x: Tensor, mask: Tensor | None = None) -> Moments:
     # Features in turn: the float64 copies would be large.
     if x.numel() > BLOCK and x.ndim > 1 and x[0].numel() > 1:
         columns = x.reshape(x.shape[0], -1).split(max(1, BLOCK // x.shape[0]), dim=1)
-        means, variances, counts = zip(
-            *(batch_moments(part, keep) for part in columns), strict=True
-        )
+        moments = (batch_moments(part, keep) for part in columns)
+        means, variances, counts = zip(*moments, strict=True)
         mean, var = (torch.cat(parts).view(x.shape[1:]) for parts in (means, variances))
         return Moments(mean, var, counts[0])
     x = x.double() if keep is None else x[keep].double()
@@ -119,7 +118,21 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
 CONSTANT = 1e-4
 
 
-class RunningMoments(nn.Module):
+class Float64Buffers(nn.Module):
+    """Module whose float64 buffers keep their type when it is cast to another one."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move the buffers with the module but keep their types."""
+        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, buffer in buffers.items():
+            moved = self._buffers[name]
+            if moved is not None and moved.dtype != buffer.dtype:
+                self._buffers[name] = buffer.to(moved.device)
+        return self
+
+
+class RunningMoments(Float64Buffers):
     """Mean and population variance, per feature, of all merged batches.
 
     State (float64 buffers, which ``.to(dtype)`` keeps float64): mean [*shape], var [*shape], count
@@ -227,13 +240,3 @@ class RunningMoments(nn.Module):
         if clip is not None:
             exact.clamp_(-clip, clip)
         return torch.where((self.mean.abs() >= COARSE) & (self.count > 0), exact.float(), y)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> RunningMoments:
-        """Move the buffers with the module but keep them float64 when it is cast to bfloat16."""
-        buffers = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)
-        for name, buffer in buffers.items():
-            moved = self._buffers[name]
-            if moved is not None and moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
-        return self

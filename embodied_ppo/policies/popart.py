@@ -10,13 +10,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from embodied_ppo.core.running_stats import Float64Buffers
+
 TASK_INPUT = "/task"  # name of the model input that is the one-hot index of the task
 SMALLEST_STD = 1e-2  # lower bound of σ: returns of a task without rewards are not amplified
 # Lower bound of σ/|μ|, which keeps the rounding of V below the differences that n resolves.
 SMALLEST_SHARE = 1e-3
 
 
-class PopArt(nn.Module):
+class PopArt(Float64Buffers):
     """Mean μ_k and standard deviation σ_k of the returns of K tasks, float64 buffers [K].
 
     Output k of the value head is n_k; the value of a state of task k is V = σ_k·n_k + μ_k. A task
@@ -88,13 +90,3 @@ class PopArt(nn.Module):
         std = self.std()
         head.weight.copy_(head.weight * (old_std / std).unsqueeze(-1))
         head.bias.copy_((old_std * head.bias + old_mean - self.mean) / std)
-
-    def _apply(self, fn: object, recurse: bool = True) -> PopArt:
-        """Move the buffers but keep them float64 when the module is cast to another type."""
-        buffers = dict(self._buffers)
-        super()._apply(fn, recurse)
-        for name, buffer in buffers.items():
-            moved = self._buffers[name]
-            if moved is not None and buffer is not None and moved.dtype != buffer.dtype:
-                self._buffers[name] = buffer.to(moved.device)
-        return self
