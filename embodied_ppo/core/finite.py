@@ -45,11 +45,6 @@ def wrong_number(values: Any, name: str, row: int) -> str:
     return ""
 
 
-def select_rows(where: Tensor, yes: Any, no: Any) -> Any:
-    """Return the rows of nested tensors [N, ..] ``yes`` where bool [N] holds, else of ``no``."""
-    return tree.map(lambda a, b: torch.where(where.view(-1, *[1] * (b.ndim - 1)), a, b), yes, no)
-
-
 def zero_rows(values: Any, where: Tensor) -> Any:
     """Return nested tensors [N, ..] with zeros in the rows where bool [N] holds."""
     return tree.map(lambda x: x.masked_fill(where.view(-1, *[1] * (x.ndim - 1)), 0), values)

@@ -11,7 +11,7 @@ from torch import Tensor
 from embodied_envs.base import tree, watchdog
 from embodied_envs.base.errors import TrainingError
 from embodied_envs.types import Obs, Step, VectorEnv, starts
-from embodied_ppo.core.finite import finite_rows, is_finite, select_rows, wrong_number, zero_rows
+from embodied_ppo.core.finite import finite_rows, is_finite, wrong_number, zero_rows
 
 # Largest share of an update's steps that may diverge; one step, or one per group, always may.
 LIMIT = 0.01
@@ -185,7 +185,7 @@ class DivergenceGuard:
         self.can_reset = fresh is not None
         if fresh is None:
             return obs
-        obs = select_rows(where, fresh, obs)
+        obs = tree.where(where, fresh, obs)
         self.hidden = torch.where(where, ~finite_rows(obs), self.hidden)
         return self._hide(obs)
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from embodied_envs.adapters.wrapper import EnvWrapper
+from embodied_envs.base import tree
 from embodied_envs.types import Obs, Step, VectorEnv, starts
-from embodied_ppo.core.finite import select_rows
 from embodied_ppo.core.history import ObservationHistory, named
 
 
@@ -66,7 +66,7 @@ class HistoryEnv(EnvWrapper):
         if obs is None:
             return None
         # Environments that were not reset keep their newest observation.
-        return self._begin(where, select_rows(where, named(obs), named(self.raw_obs)))
+        return self._begin(where, tree.where(where, named(obs), named(self.raw_obs)))
 
     def state(self) -> dict[str, Any] | None:
         """See ``VectorEnv``."""

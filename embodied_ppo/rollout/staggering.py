@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from embodied_envs.base import watchdog
+from embodied_envs.base import tree, watchdog
 from embodied_envs.types import Step, VectorEnv
-from embodied_ppo.core.finite import select_rows
 
 
 class Staggering:
@@ -85,6 +84,6 @@ class Staggering:
             return step, None
         final = step.obs
         if step.final_obs is not None:
-            final = select_rows(cut, step.obs, step.final_obs)
-        obs, truncated = select_rows(cut, fresh, step.obs), step.truncated | cut
+            final = tree.where(cut, step.obs, step.final_obs)
+        obs, truncated = tree.where(cut, fresh, step.obs), step.truncated | cut
         return replace(step, obs=obs, truncated=truncated, final_obs=final), cut
