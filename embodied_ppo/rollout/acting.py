@@ -85,9 +85,8 @@ class Acting:
             decision, self.kept = apply_in_parts(self._act, self.rows, obs, noise)
             return decision
         # Compiled code takes and returns a flat list; the layout is that of the traced decision.
-        outputs = iter(
-            compiled([*self.weights, noise, *(x.contiguous() for x in tree.leaves(obs))])
-        )
+        leaves = (x.contiguous() for x in tree.leaves(obs))
+        outputs = iter(compiled([*self.weights, noise, *leaves]))
         return tree.map(lambda _: next(outputs), self.structure)
 
     def _act(self, obs: Obs, noise: Tensor) -> tuple[Decision, dict[str, Tensor]]:

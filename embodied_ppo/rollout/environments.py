@@ -221,9 +221,8 @@ def action_converter(config: EnvConfig, env: VectorEnv) -> ActionConverter:
         assert isinstance(spec, Box)
         size = spec.size // config.action_chunk
         space = Box(spec.low[:size], spec.high[:size])
-    return ActionConverter(
-        space, id=env.id, mapping=config.action_mapping, device=torch.device("cpu")
-    )
+    cpu = torch.device("cpu")
+    return ActionConverter(space, id=env.id, mapping=config.action_mapping, device=cpu)
 
 
 def observation_spaces(env: VectorEnv) -> dict[str, Any]:

@@ -22,8 +22,7 @@ class GroupRewards:
     def __init__(self, groups: Sequence[RewardGroup], source: str) -> None:
         """Create the function; ``source`` names what returns the terms, for messages."""
         self.groups, self.source = groups, source
-        named = [term for group in groups for term in group.terms or ()]
-        self.names = tuple(named)
+        self.names = tuple(term for group in groups for term in group.terms or ())
         self.has_rest = any(group.terms is None for group in groups)
         self.checked = False
 

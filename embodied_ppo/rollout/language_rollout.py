@@ -219,9 +219,7 @@ class ReasoningRollout:
             grades: Grades of all responses.
             alternative: Option that does not need it, for the message.
         """
-        unknown = [
-            i for i, grade in enumerate(grades) if grade.correct is None and not grade.failed
-        ]
+        unknown = [i for i, g in enumerate(grades) if g.correct is None and not g.failed]
         # A rule beside a reward model may have failed.
         if len(unknown) > max(0, self._failures - sum(grade.failed for grade in grades)):
             source = self.prompts[rows[unknown[0] // self.group_size]].data_source
@@ -263,9 +261,8 @@ class ReasoningRollout:
         # Samples are numbered over all processes, so that the random numbers of a response do not
         # depend on the number of processes.
         samples = torch.arange(response_offset, response_offset + len(prompts))
-        generation = self.generator.generate(
-            [p.ids for p in prompts], self.sampling, seed=key, samples=samples
-        )
+        ids = [p.ids for p in prompts]
+        generation = self.generator.generate(ids, self.sampling, seed=key, samples=samples)
         # Decode and grade the texts.
         generated = time.process_time()
         tokens, lengths = generation.token.tolist(), generation.length.tolist()
@@ -279,9 +276,8 @@ class ReasoningRollout:
         self.cpu_s["grade"] += time.process_time() - generated
         # Only the first failure is reported; rollout/grader_failures counts all.
         if self._failures:
-            self._notice_once(
-                "failure", f"a response could not be graded: {self.graders.last_failure}"
-            )
+            cause = self.graders.last_failure
+            self._notice_once("failure", f"a response could not be graded: {cause}")
         valid = [g for g in grades if not g.failed]
         if len({g.score for g in valid}) == 1:
             self._notice_once(

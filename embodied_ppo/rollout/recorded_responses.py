@@ -80,9 +80,7 @@ class ResponseRecorder:
             }
             prompt = known[int(index)]
             right = None if math.isnan(right) else bool(right)
-            lines.append(
-                generations.entry(
-                    prompt, numbers, right=right, response=self.text(tokens), tokens=tokens
-                )
-            )
+            text = self.text(tokens)
+            line = generations.entry(prompt, numbers, right=right, response=text, tokens=tokens)
+            lines.append(line)
         generations.write(generations.file_of(self.run_dir, "train", update + 1, self.part), lines)

@@ -256,10 +256,8 @@ class Rollout:
             RunRefused: Groups are filtered, but the task reports no success; or reward groups do
                 not fit its reward terms.
         """
-        if self.filter is None and self.passes > 1:
-            return collect_passes([self], horizon, update=update, version=version)[0]
         if self.filter is None:
-            return interleave([self.collecting(horizon, update=update, version=version)])[0]
+            return collect_passes([self], horizon, update=update, version=version)[0]
         metrics: Metrics = {}
         episodes = 0.0
         # Collect rounds with new seeds until the batch holds enough mixed groups.
@@ -295,9 +293,8 @@ class Rollout:
             observed = self.memory.attach(obs)
             decision = self.acting(observed, noise, update)
             if t == 0:  # they are large, so a stack at the end would not fit into memory
-                record.kept = {
-                    name: x.new_empty(horizon, *x.shape) for name, x in self.acting.kept.items()
-                }
+                kept = self.acting.kept.items()
+                record.kept = {name: x.new_empty(horizon, *x.shape) for name, x in kept}
             tree.write(record.kept, t, self.acting.kept)
             self._count_cpu_s("act", record)
             self.steps += 1
@@ -459,9 +456,8 @@ class Rollout:
 
     def _value(self, obs: Obs) -> Tensor:
         """Return V [N] of observations, of the first action if each has one; [N, G] of groups."""
-        value = apply_in_parts(
-            lambda part: self.policy.value(self.policy.encode(part)), self.rows, obs
-        )
+        function = lambda part: self.policy.value(self.policy.encode(part))
+        value = apply_in_parts(function, self.rows, obs)
         return value if value.ndim == 1 or self.group_rewards is not None else value[:, 0]
 
     def stop(self) -> None:

@@ -123,9 +123,8 @@ class StaticDecode:
             return self.model.logits(self.model.hidden(ids, rotations, attend))
         attend = partial(self._attend, width, masks)
         with precision(self.policy.model.lm_head.weight, self.policy.compute, cache_weights=False):
-            hidden = self.policy.decoder.module(
-                ids.unsqueeze(1), cached.unsqueeze(1), attend=attend
-            )
+            decoder = self.policy.decoder.module
+            hidden = decoder(ids.unsqueeze(1), cached.unsqueeze(1), attend=attend)
             return self.policy.logits(hidden[:, 0])
 
     def _masks(self, n: int, width: int) -> list[Tensor]:

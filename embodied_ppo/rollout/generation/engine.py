@@ -103,11 +103,6 @@ class _Cache:
         halves = [x.chunk(2, dim=1) for x in self.keys_and_values]
         self.keys, self.values = zip(*halves, strict=True)
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy rows ``source`` to rows ``target``, both int64 [M]."""
-        for x in self.keys_and_values:
-            x[target] = x[source]
-
 
 class Engine:
     """Built-in ``Generator``. It reads the policy's weights, or a copy in the type of products."""
@@ -456,8 +451,7 @@ class _State:
         sources = [slot for slot in range(remaining, self.active) if not finished[slot]]
         if sources:
             source, target = upload([sources, targets], self.row.device)
-            cache.move(source, target)
-            for x in (self.row, self.last, self.cached):
+            for x in (*cache.keys_and_values, self.row, self.last, self.cached):
                 x[target] = x[source]
         for lengths in (self.lengths, self.cached_lengths):
             for source, target in zip(sources, targets, strict=True):

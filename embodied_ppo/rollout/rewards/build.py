@@ -86,9 +86,5 @@ def _load_model(inputs: Inputs, path: str, option: str, device: torch.device) ->
     foreign = any(known.get(x) != i for x, i in inputs.tokenizer.get_vocab().items())
     # Special tokens that the reward model does not know are removed from responses.
     special = inputs.tokenizer.all_special_tokens if foreign else []
-    return RewardModel(
-        model,
-        tokenizer,
-        plain_text=chat and foreign,
-        foreign_tokens=[token for token in special if token not in known],
-    )
+    unknown = [token for token in special if token not in known]
+    return RewardModel(model, tokenizer, plain_text=chat and foreign, foreign_tokens=unknown)

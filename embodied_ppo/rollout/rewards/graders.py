@@ -168,9 +168,8 @@ def math_verify(
     boxes = answers.boxed_answers(response)
     if boxes:
         # Equal boxes state one answer.
-        statements = {
-            box: f"\\boxed{{{box}}}" for box in (boxes[-1:] if boxed == "last" else boxes)
-        }
+        boxes = boxes[-1:] if boxed == "last" else boxes
+        statements = {box: f"\\boxed{{{box}}}" for box in boxes}
     else:
         # Without a box: the last expression; only the end of the last line is searched for words.
         last = re.search(r"[0-9$\\].*\Z", response.rstrip().rpartition("\n")[2])
