@@ -122,14 +122,12 @@ class ActorCritic(nn.Module):
         # A tail behind the shared trunk reads its features, and needs no memory of its own.
         self.has_tail = own_trunk and config.shared_backbone
         self.value_trunk = self.value_recurrent = None
-        if own_trunk:
-            sizes = {"features": features} if self.has_tail else {"recurrent": units}
-            own = config
-            if not self.has_tail and config.critic_hidden is not None:
-                own = replace(config, hidden=config.critic_hidden)
-            self.value_trunk = make_trunk(encoder, own, **sizes)
-            if not self.has_tail:
-                self.value_recurrent = _make_recurrent(config, self.value_trunk)
+        if self.has_tail:
+            self.value_trunk = make_trunk(encoder, config, features=features)
+        elif own_trunk:
+            hidden = config.hidden if config.critic_hidden is None else config.critic_hidden
+            self.value_trunk = make_trunk(encoder, replace(config, hidden=hidden), recurrent=units)
+            self.value_recurrent = _make_recurrent(config, self.value_trunk)
         layers = (self.recurrent, self.value_recurrent)
         self.memory_size = sum(layer.state_size for layer in layers if layer is not None)
         choices = choices_of(action_spec)
@@ -255,18 +253,15 @@ class ActorCritic(nn.Module):
     def encode(self, obs: Obs) -> dict[str, Any]:
         """See ``Policy.encode``. Observations that only the critic reads may be missing."""
         inputs: dict[str, Any] = self.encoder(obs)
-        critic = self.critic_encoder
-        if critic is not None and isinstance(obs, dict) and critic.names <= obs.keys():
+        critic, named = self.critic_encoder, tree.named(obs)
+        if critic is not None and critic.names <= named.keys():
             inputs[CRITIC] = critic(obs)
         if self.memory_size:
-            assert isinstance(obs, dict)
-            inputs |= {name: obs[name] for name in (MEMORY, START)}
+            inputs |= {name: named[name] for name in (MEMORY, START)}
         if self.has_mask:
-            assert isinstance(obs, dict)
-            inputs[ACTION_MASK] = obs[ACTION_MASK]
+            inputs[ACTION_MASK] = named[ACTION_MASK]
         if self.popart is not None and self.popart.tasks > 1:
-            assert isinstance(obs, dict)
-            inputs[TASK_INPUT] = obs[TASK]
+            inputs[TASK_INPUT] = named[TASK]
         return inputs
 
     def observe(self, obs: Obs, mask: Tensor) -> None:

@@ -95,9 +95,8 @@ class Encoder(nn.Module):
         self.moments = None
         if config.normalize_obs and self.vectors:
             eps = config.obs_eps if isinstance(config.obs_eps, tuple) else (config.obs_eps, 0.0)
-            self.moments = RunningMoments(
-                (self.vector_size,), eps=eps[0], std_eps=eps[1], scale_constants=False
-            )
+            size = (self.vector_size,)
+            self.moments = RunningMoments(size, *eps, scale_constants=False)
 
     def constant_inputs(self) -> list[str]:
         """Return the names of the numbers that had the same value in all of the training."""
@@ -337,10 +336,9 @@ class OwnTrunk(InferenceModule):
         memory = {OWN_MEMORY: (recurrent,)} if recurrent else {}
         shapes = {**self.vectors, **images, **memory}
         self.network = own_network.build(spec, shapes, config.network_options)
-        zeros = {
-            **({VECTOR: torch.zeros(2, encoder.vector_size)} if self.vectors else {}),
-            **{name: torch.zeros(2, *s, dtype=torch.uint8) for name, s in images.items()},
-        }
+        zeros = {name: torch.zeros(2, *s, dtype=torch.uint8) for name, s in images.items()}
+        if self.vectors:
+            zeros[VECTOR] = torch.zeros(2, encoder.vector_size)
         self.train(False)
         named = self._split(zeros) | {name: torch.zeros(2, *s) for name, s in memory.items()}
         self.features = own_network.count_features(spec, self.network, named)

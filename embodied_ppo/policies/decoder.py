@@ -61,13 +61,9 @@ class Attention:
             visible: [.., Q, L], keys that each query attends to, bool, or 0 and -inf in the type of
                 ``v`` without softcap. None: causal, with Q = L.
         """
-        if (
-            self.softcap is None
-            and get_proxy_mode() is not None
-            and q.shape[2] * k.shape[2] <= ELEMENTARY_LIMIT
-        ):
-            return self._elementary(q, k, v, visible)
         if self.softcap is None:
+            if get_proxy_mode() is not None and q.shape[2] * k.shape[2] <= ELEMENTARY_LIMIT:
+                return self._elementary(q, k, v, visible)
             gqa = q.shape[1] != k.shape[1]
             return F.scaled_dot_product_attention(
                 q, k, v, visible, is_causal=visible is None, scale=self.scale, enable_gqa=gqa
@@ -174,14 +170,12 @@ class Decoder(InferenceModule):
         self.base: Any = base
         config: Any = base.config
         self.hidden_size = int(config.hidden_size)
-        self.types: tuple[str | None, ...] = tuple(
-            getattr(config, "layer_types", None) or [None] * len(self.layers)
-        )
+        types = getattr(config, "layer_types", None) or [None] * len(self.layers)
+        self.types: tuple[str | None, ...] = tuple(types)
         if others := sorted({str(kind) for kind in self.types if kind not in KINDS}):
             raise ValueError(f"layers have {', '.join(others)}")
-        self.attention = [
-            self._attention(layer.self_attn, kind) for layer, kind in zip(self.layers, self.types)
-        ]
+        pairs = zip(self.layers, self.types)
+        self.attention = [self._attention(layer.self_attn, kind) for layer, kind in pairs]
         self.blocks = [describe(layer) for layer in self.layers]
         self.groups = [block.groups for block in self.blocks]  # number of key heads of each layer
         self.head_dim = self.blocks[0].head_dim
@@ -299,9 +293,8 @@ class Decoder(InferenceModule):
         tree = prefix_tree(ids, place)
         token = ids.flatten().index_select(0, tree.token_index).unsqueeze(0)
         attend = self._attend_tree(tree, attend, place.shape)
-        hidden = self(
-            token, tree.position.unsqueeze(0), attend=attend, place=tree.query.unsqueeze(0)
-        )
+        position, query = tree.position.unsqueeze(0), tree.query.unsqueeze(0)
+        hidden = self(token, position, attend=attend, place=query)
         return hidden[0].index_select(0, tree.query_index).unflatten(0, place.shape)
 
     def _attend_tree(self, tree: PrefixTree, causal: Attend, places: Sequence[int]) -> Attend:

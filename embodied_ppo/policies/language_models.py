@@ -46,9 +46,8 @@ def make_policy(
     if needed > vocabulary:
         fact = f"actor.model: has {vocabulary} tokens, the tokenizer has {needed}"
         raise ConfigError(f"{fact}; use the tokenizer of this model")
-    policy = LanguagePolicy(
-        model, temperature=config.rollout.temperature, compute=getattr(torch, m.dtype)
-    )
+    temperature, compute = config.rollout.temperature, getattr(torch, m.dtype)
+    policy = LanguagePolicy(model, temperature=temperature, compute=compute)
     policy.decoder.module.recompute = m.gradient_checkpointing
     if m.lora_rank:
         _adapt(policy, policy.decoder.module, m.lora_rank, config, "adapters")
@@ -114,12 +113,9 @@ def make_critic(
     else:
         with torch.random.fork_rng():
             torch.manual_seed(sampling_key(config.seed, "critic"))
+            source, architecture = (path, {}) if path else (m.path, m.architecture)
             model = causal_lm.load(
-                path or m.path,
-                {} if path else m.architecture,
-                section="critic.model",
-                device=device,
-                weights=weights,
+                source, architecture, section="critic.model", device=device, weights=weights
             )
         pair = (model, policy.model)
         vocabulary, needed = (x.get_input_embeddings().num_embeddings for x in pair)

@@ -142,9 +142,8 @@ class _AdaptedProduct(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         low = rows @ a.T
         results = []
-        for weight, bias, up, part in zip(
-            weights, biases, ups, low.chunk(count, dim=1), strict=True
-        ):
+        parts = low.chunk(count, dim=1)
+        for weight, bias, up, part in zip(weights, biases, ups, parts, strict=True):
             y = F.linear(rows, weight, bias)
             torch.addmm(y, part, up.T, out=y)
             results.append(y.view(*x.shape[:-1], -1))
@@ -246,9 +245,8 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
 
     Converted weights are not cached, because they change between the passes of an update.
     """
-    return torch.autocast(
-        device.type, torch.bfloat16, enabled=dtype != torch.float32, cache_enabled=False
-    )
+    enabled = dtype != torch.float32
+    return torch.autocast(device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
 
 
 # ------------------------------------------------------------------------------------------ weights

@@ -105,9 +105,12 @@ def select(
                 f"resume: model.network = {spec} changed since the checkpoint; restore it (the"
                 f" run's copy: {copy}), or write allow_changed_task=true"
             )
-    data = _verified(copy, stored)
+    with guarded_files.refusing_damage(copy, "restore the file that model.network names"):
+        file = NetworkFile(f"{copy}:{name}", copy.read_bytes())
+        if file.hash != stored:
+            raise ValueError("the run wrote another file (sha256)")
     say(f"network: {path} {cause}; executing the run's copy {copy}")
-    return NetworkFile(f"{copy}:{name}", data)
+    return file
 
 
 def import_file(spec: str) -> ModuleType:
@@ -198,12 +201,3 @@ def _split(spec: str) -> tuple[Path, str]:
 
 def _copy(run_dir: Path, digest: str) -> Path:
     return run_dir.absolute() / FOLDER / f"{digest}.py"
-
-
-def _verified(copy: Path, digest: str) -> bytes:
-    """Return the contents of a copy. Raises CheckpointError if it is missing or altered."""
-    with guarded_files.refusing_damage(copy, "restore the file that model.network names"):
-        data = copy.read_bytes()
-        if hashlib.sha256(data).hexdigest()[:12] != digest:
-            raise ValueError("the run wrote another file (sha256)")
-    return data

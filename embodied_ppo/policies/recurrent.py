@@ -236,8 +236,6 @@ class RecurrentLayer(nn.Module):
         keep = (~start).to(x.dtype).unsqueeze(-1)
         arguments = gates, state, keep, self.hidden_weight, self.hidden_bias
         if torch.is_grad_enabled():
-            hidden, after = _Sequence.apply(self.kind, *arguments)  # pyright: ignore[reportGeneralTypeIssues]
-        else:
-            steps = (gru_steps if self.kind == "gru" else lstm_steps)(*arguments)
-            hidden, after = steps.hidden, steps.state
-        return hidden, after
+            return _Sequence.apply(self.kind, *arguments)  # pyright: ignore[reportReturnType]
+        steps = (gru_steps if self.kind == "gru" else lstm_steps)(*arguments)
+        return steps.hidden, steps.state

@@ -190,16 +190,9 @@ class TokenStatistics(torch.autograd.Function):
         for start in range(0, len(action), head.rows):
             rows = slice(start, start + head.rows)
             factors = (by_log_prob, log_prob_factor, by_distance)
-            d = _logit_gradient(
-                hidden[rows],
-                weight,
-                action[rows],
-                None if ref_hidden is None else ref_hidden[rows],
-                ref_weight,
-                head,
-                constant[rows],
-                *(x if x is None else x[rows] for x in factors),
-            )
+            chunk = None if ref_hidden is None else ref_hidden[rows]
+            chunks = (hidden[rows], weight, action[rows], chunk, ref_weight, head, constant[rows])
+            d = _logit_gradient(*chunks, *(x if x is None else x[rows] for x in factors))
             torch.mm(d, weight, out=hidden_grad[rows])
             if weight_grad is not None:
                 weight_grad.add_(d.T @ hidden[rows])
