@@ -123,13 +123,10 @@ class Tokens(VLAPolicy, Generic[Context]):
                     rows.append(self._scaled_logits(self.next(chosen[-1], state)))
                 chosen.append(choose(rows[-1], None if noise is None else noise[:, i]))
             bins, logits = torch.stack(chosen, 1), torch.stack(rows, 1)
-        shape = (len(bins), self.chunk, self.size)
-        return Decision(
-            self.actions_of(bins.view(shape)).flatten(1),
-            dist.categorical_log_prob(bins, logits).view(shape),
-            self.value_head(first_hidden),
-            {"bins": bins.view(shape).short()},
-        )
+        log_prob = dist.categorical_log_prob(bins, logits)
+        bins = bins.view(len(bins), self.chunk, self.size)
+        action, value = self.actions_of(bins).flatten(1), self.value_head(first_hidden)
+        return Decision(action, log_prob.view(bins.shape), value, {"bins": bins.short()})
 
     def evaluate(
         self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
@@ -139,11 +136,9 @@ class Tokens(VLAPolicy, Generic[Context]):
         hidden = self.hidden(self.encode_context(inputs), bins if self.autoregressive else None)
         logits = self._scaled_logits(hidden)
         shape = (len(bins), self.chunk, self.size)
-        return Evaluation(
-            dist.categorical_log_prob(bins, logits).view(shape),
-            dist.categorical_entropy(logits).view(shape),
-            self.value_head(hidden[:, 0]),
-        )
+        log_prob = dist.categorical_log_prob(bins, logits).view(shape)
+        entropy = dist.categorical_entropy(logits).view(shape)
+        return Evaluation(log_prob, entropy, self.value_head(hidden[:, 0]))
 
     def value_of(self, context: Context) -> Tensor:
         """See ``VLAPolicy.value_of``."""

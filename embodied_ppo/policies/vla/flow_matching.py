@@ -170,9 +170,8 @@ class Flow(VLAPolicy):
             before, after, log_probs = ([_select_step(parts, step)] for parts in chains)
         latents = torch.stack([*before, after[-1]], dim=1)
         action = self.denormalize_actions(self._executed(x), context).flatten(1)
-        return Decision(
-            action, self._log_prob(latents, log_probs), value, {"latents": latents, "step": step}
-        )
+        log_prob, replay = self._log_prob(latents, log_probs), {"latents": latents, "step": step}
+        return Decision(action, log_prob, value, replay)
 
     def evaluate(
         self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
@@ -185,11 +184,8 @@ class Flow(VLAPolicy):
             _, mean, log_std = self._step(field, latents[:, j], replay["step"] + j)
             log_probs.append(self._step_log_prob(latents[:, j + 1], mean, log_std))
             entropies.append(dist.gaussian_entropy(self._executed(mean), self._executed(log_std)))
-        return Evaluation(
-            self._log_prob(latents, log_probs),
-            torch.stack(entropies).sum(0),
-            self.value_of(context),
-        )
+        log_prob, entropy = self._log_prob(latents, log_probs), torch.stack(entropies).sum(0)
+        return Evaluation(log_prob, entropy, self.value_of(context))
 
     def action_loss(
         self, context: Any, action: Tensor, generator: Generator | None

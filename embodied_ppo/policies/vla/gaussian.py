@@ -59,23 +59,17 @@ class Gaussian(VLAPolicy, Generic[Context]):
         """See ``Policy.act``."""
         mean, log_std, first_hidden = self._read(self.encode_context(inputs))
         action = mean if noise is None else dist.gaussian_sample(mean, log_std, noise)
-        return Decision(
-            action.flatten(1),
-            dist.gaussian_log_prob(action, mean, log_std),
-            self.value_head(first_hidden),
-            {},
-        )
+        log_prob = dist.gaussian_log_prob(action, mean, log_std)
+        return Decision(action.flatten(1), log_prob, self.value_head(first_hidden))
 
     def evaluate(
         self, inputs: dict[str, Tensor], action: Tensor, replay: dict[str, Tensor]
     ) -> Evaluation:
         """See ``Policy.evaluate``."""
         mean, log_std, first_hidden = self._read(self.encode_context(inputs))
-        return Evaluation(
-            dist.gaussian_log_prob(action.view_as(mean), mean, log_std),
-            dist.gaussian_entropy(mean, log_std),
-            self.value_head(first_hidden),
-        )
+        log_prob = dist.gaussian_log_prob(action.view_as(mean), mean, log_std)
+        entropy = dist.gaussian_entropy(mean, log_std)
+        return Evaluation(log_prob, entropy, self.value_head(first_hidden))
 
     def value_of(self, context: Context) -> Tensor:
         """See ``VLAPolicy.value_of``."""

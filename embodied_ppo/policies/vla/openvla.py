@@ -273,10 +273,8 @@ class OpenVLABody(InferenceModule):
         x = center_crop(images, side) if self.center_crop else images.float()
         for size in ((x.shape[-2], side), (side, side)):
             x = resize(x, size, "bicubic")
-        channels = [
-            (x[:, c % 3] / 255 - mean) / std
-            for c, (mean, std) in enumerate(zip(self.config.means, self.config.stds, strict=True))
-        ]
+        moments = enumerate(zip(self.config.means, self.config.stds, strict=True))
+        channels = [(x[:, c % 3] / 255 - mean) / std for c, (mean, std) in moments]
         return torch.stack(channels, dim=1)
 
     def features(self, pixels: Tensor) -> Tensor:
@@ -504,7 +502,7 @@ def encode_prompts(
     return pad_left(rows, pad)
 
 
-def _models(config: OpenVLAConfig, dtype: torch.dtype) -> tuple[Any, Any, Any]:
+def _models(config: OpenVLAConfig, dtype: torch.dtype) -> tuple[Any, ...]:
     """Return transformers' DINOv2, SigLIP and Llama."""
     transformers = import_transformers("OpenVLA")
     text = dict(config.text)
@@ -518,8 +516,5 @@ def _models(config: OpenVLAConfig, dtype: torch.dtype) -> tuple[Any, Any, Any]:
         siglip = transformers.SiglipVisionConfig(**tower | dict(config.siglip))
         llama = transformers.LlamaConfig(**text)
         options = {"dtype": dtype, "trust_remote_code": False}
-        return (
-            transformers.AutoModel.from_config(dino, **options),
-            transformers.AutoModel.from_config(siglip, **options),
-            transformers.AutoModelForCausalLM.from_config(llama, **options),
-        )
+        towers = [transformers.AutoModel.from_config(x, **options) for x in (dino, siglip)]
+        return *towers, transformers.AutoModelForCausalLM.from_config(llama, **options)

@@ -97,9 +97,8 @@ class PI0Trunk(ObservationEncoder):
         self.checkpoint = config.checkpoint
         self.statistics: Statistics | None = None
         if published.state is not None and size:
-            self.statistics = published.state.first(
-                size, "states", f"model.checkpoint={config.checkpoint}"
-            )
+            label = f"model.checkpoint={config.checkpoint}"
+            self.statistics = published.state.first(size, "states", label)
             self.encoder.moments = None
         # Dimensions of an action that are relative to the state, bool [A]; None: none.
         self.relative: Tensor | None = None
@@ -294,9 +293,8 @@ class PI0(Flow, lora.Adapted):
         self._check_options(config, sizes)
         self.configure_chain(config, horizon=sizes.chunk_size, padded=sizes.max_action_dim)
         body = published.model
-        self.trunk = self.trunk_class(
-            obs_spec, body.model.vlm, sizes.max_state_dim, published, config
-        )
+        vlm, state_size = body.model.vlm, sizes.max_state_dim
+        self.trunk = self.trunk_class(obs_spec, vlm, state_size, published, config)
         self.embed, self.expert = body.embed_action_time, body.model.dit
         self.published_names = published.modules
         width = sizes.dit_config.hidden_size
@@ -309,9 +307,8 @@ class PI0(Flow, lora.Adapted):
             inner = (nn.Linear(width, 128), nn.SiLU(), nn.Linear(128, 64), nn.SiLU())
             self.scale = nn.Sequential(*inner, nn.Linear(64, self.padded))
         self.width = sizes.vlm_config.text_config.hidden_size
-        self.value_head = vla_policy.ValueHead(
-            self.width + sizes.max_state_dim, config.detach_value, values=values
-        )
+        inputs = self.width + state_size
+        self.value_head = vla_policy.ValueHead(inputs, config.detach_value, values=values)
         self.statistics: Statistics | None = None
         if published.action is not None:
             label = f"model.checkpoint={config.checkpoint}"
@@ -321,12 +318,10 @@ class PI0(Flow, lora.Adapted):
         if published.relative:
             self.trunk.relative = _relative_dimensions(published.relative, self.size, vectors)
         # Log line about sizes of the task that differ from those of the training, if any.
-        self.size_notice = pi0_files.size_notice(
-            published, config, self.trunk.names, (vectors, self.size)
-        )
-        initial_noise = torch.randn(
-            self.horizon, self.padded, generator=torch.Generator().manual_seed(0)
-        )
+        task = vectors, self.size
+        self.size_notice = pi0_files.size_notice(published, config, self.trunk.names, task)
+        generator = torch.Generator().manual_seed(0)
+        initial_noise = torch.randn(self.horizon, self.padded, generator=generator)
         self.initial_noise: Tensor
         self.register_buffer("initial_noise", initial_noise, persistent=False)
         self.dtype = getattr(torch, config.dtype)
@@ -402,11 +397,8 @@ class PI0(Flow, lora.Adapted):
 
     def units(self) -> list[nn.Module]:
         """See ``Policy.units``."""
-        return [
-            *layers(self.trunk.vlm),
-            *layers(self.expert),
-            self.trunk.vlm.language_model.embed_tokens,
-        ]
+        vlm = self.trunk.vlm
+        return [*layers(vlm), *layers(self.expert), vlm.language_model.embed_tokens]
 
     def set_sentences(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""

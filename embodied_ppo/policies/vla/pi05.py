@@ -153,9 +153,8 @@ class PromptTrunk(PI0Trunk):
     def _check_tokenizer(self, numbers: Sequence[Sequence[int]]) -> None:
         """Compare the ids of a complete prompt with those of its parts."""
         values = (-1, 0, 7, 10, 99, 127, 255)
-        prompt_ids = self.prompt_tokenizer.ids(
-            f"Task: go, State: {' '.join(map(str, values))}{END}"
-        )
+        text = f"Task: go, State: {' '.join(map(str, values))}{END}"
+        prompt_ids = self.prompt_tokenizer.ids(text)
         parts = [*self.prompt_tokenizer.ids("Task: go, State:")]
         for n in values:
             parts += numbers[n + 1]

@@ -440,9 +440,8 @@ def _clean(sentence: str) -> str:
 
 def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
     """Load the tokenizer; see ``PromptTokenizer``."""
-    tokenizer = load_tokenizer(
-        peft_files.locate(folder, "tokenizer.json").parent, "google/paligemma-3b-pt-224"
-    )
+    file = peft_files.locate(folder, "tokenizer.json")
+    tokenizer = load_tokenizer(file.parent, "google/paligemma-3b-pt-224")
     if tokenizer.bos_token_id is None:
         raise ConfigError(
             f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's"

@@ -77,9 +77,8 @@ def block(
     if past is not None:
         length = visible.shape[-1]
         keys, values = _append(past[0], k, length), _append(past[1], v, length)
-    h = F.scaled_dot_product_attention(
-        grouped(q, k.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
-    )
+    query = grouped(q, k.shape[1])
+    h = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=a.scaling)
     h = h.reshape(q.shape)
     h = a.o_proj(h.transpose(1, 2).flatten(2))
     x = x + (h if gate is None else gate * h)

@@ -127,15 +127,13 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
         # Modules of the directory's other files, see ``openvla_heads.KINDS``.
         self.heads = nn.ModuleDict(self._load_heads(folder, vectors))
         if has_state:
-            self.state = ActionTokens.from_config(
-                self.body.body.config, config.unnorm_key, "proprio"
-            )
+            model = self.body.body.config
+            self.state = ActionTokens.from_config(model, config.unnorm_key, "proprio")
         vla_policy.check_units(action_spec, config, mapping)
         self.width = width = self.body.hidden_size
         self.build_head(config)
-        self.value_head = vla_policy.ValueHead(
-            width, config.detach_value, min(4 * width, VALUE_UNITS), values=values
-        )
+        hidden = min(4 * width, VALUE_UNITS)
+        self.value_head = vla_policy.ValueHead(width, config.detach_value, hidden, values=values)
         # ``train`` does nothing, so switch off the dropout that some models have once.
         for module in self.modules():
             module.training = False
@@ -224,11 +222,8 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
 
     def published_parameters(self) -> dict[str, Tensor]:
         """Return the trained parameters of OpenVLA by their names there."""
-        return {
-            name.replace(".default.", "."): p
-            for name, p in self.body.body.named_parameters()
-            if p.requires_grad
-        }
+        named = self.body.body.named_parameters()
+        return {name.replace(".default.", "."): p for name, p in named if p.requires_grad}
 
     def export(self, source: str | Path, out: str | Path) -> None:
         """Write the model in the layout of ``source``, see ``published_weights.save``.
@@ -262,12 +257,10 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
             inputs["/state"] = scaled.float()
         if self.vision_learns:
             return inputs | {"/images": images}
-        encode = lambda part: self._encode_images(part["images"])
-        parts = {"images": images}
-        features = vla_policy.encode_in_parts(
-            encode, parts, self.FROZEN_ROWS, self._feature_limit()
-        )
-        return inputs | ({"/images": images} if features is None else features)
+        encode = lambda part: self._encode_images(part["/images"])
+        parts, limit = {"/images": images}, self._feature_limit()
+        features = vla_policy.encode_in_parts(encode, parts, self.FROZEN_ROWS, limit)
+        return inputs | (parts if features is None else features)
 
     def _feature_limit(self) -> float:
         """Return the bytes that features may take."""
@@ -291,9 +284,8 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
 
     def encode_context(self, inputs: dict[str, Tensor]) -> Any:
         """See ``VLAPolicy.encode_context``."""
-        image_features = (
-            inputs if "/images" not in inputs else self._encode_images(inputs["/images"])
-        )
+        images = inputs.get("/images")
+        image_features = inputs if images is None else self._encode_images(images)
         with lora.autocast(self.device, self.dtype):
             if "/state" in inputs:  # one token after those of the images
                 token = self.heads["proprio_projector"](inputs["/state"]).unsqueeze(1)
@@ -307,9 +299,8 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
         action = self.actions.unscaled(x)
         if self.closes is None:
             return action
-        return torch.where(
-            self.actions.mask, action, torch.where(action > 0.5, -self.closes, self.closes)
-        )
+        gripper = torch.where(action > 0.5, -self.closes, self.closes)
+        return torch.where(self.actions.mask, action, gripper)
 
     def dataset_actions(self, action: Tensor) -> Tensor:
         """Return actions [.., A] of the task in the units of the dataset."""

@@ -25,17 +25,11 @@ from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import peft_files
 from embodied_ppo.policies.checkpoint_files import read_json
 from embodied_ppo.policies.initialization import replace_meta_tensors
-from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files
+from embodied_ppo.policies.vla import openvla, openvla_files, pi0_files, pretrained
 from embodied_ppo.policies.vla.openvla_heads import ActionHead, StateProjector
 from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pi0_files import PromptTokenizer, Published, Statistics
 from embodied_ppo.policies.vla.pi05 import PI05
-from embodied_ppo.policies.vla.pretrained import (
-    CheckpointVLA,
-    PublishedVLA,
-    RegressionVLA,
-    Tokenize,
-)
 from embodied_ppo.policies.vla.published_weights import TABLES
 from embodied_ppo.policies.vla.smolvla import SmolVLA
 
@@ -78,7 +72,7 @@ def can_build(checkpoint: str) -> bool:
 
 def policy_of_sizes(
     env: Any, config: ModelConfig, **options: Any
-) -> PI0 | CheckpointVLA | RegressionVLA:
+) -> PI0 | pretrained.CheckpointVLA | pretrained.RegressionVLA:
     """Return a policy on the CPU whose parameters are fake tensors.
 
     Args:
@@ -92,7 +86,7 @@ def policy_of_sizes(
     assert config.checkpoint is not None
     raw = fields(config.checkpoint)
     spaces, policy_class = (env.obs_spec, env.action_spec, config), FLOW_FAMILIES.get(_kind(raw))
-    policy: PI0 | CheckpointVLA | RegressionVLA
+    policy: PI0 | pretrained.CheckpointVLA | pretrained.RegressionVLA
     if policy_class is not None:
         sizes = flow_sizes(policy_class, raw, config, env, options["chunk"])
         policy = policy_class(*spaces, sizes, **options)
@@ -127,9 +121,8 @@ def flow_sizes(
     )
     # Names of openpi's configurations are for its directories, which do not record these two.
     known: Any = None if config.config_name else True
-    return Published(
-        model, tokenize, state, action, False, () if known else None, discrete_state=known
-    )
+    relative = () if known else None
+    return Published(model, tokenize, state, action, False, relative, discrete_state=known)
 
 
 class _WordCounter:
@@ -146,12 +139,12 @@ class _WordCounter:
         return SimpleNamespace(input_ids=[3 + zlib.crc32(part.encode()) % 200 for part in parts])
 
 
-class _OpenVLASizes(PublishedVLA):
+class _OpenVLASizes(pretrained.PublishedVLA):
     """OpenVLA with parameters on the meta device."""
 
     def _load(
         self, config: ModelConfig, dtype: torch.dtype
-    ) -> tuple[openvla.OpenVLABody, Tokenize]:
+    ) -> tuple[openvla.OpenVLABody, pretrained.Tokenize]:
         """Return the networks without reading weights, with statistics of any task."""
         sizes = openvla_files.read_config(fields(str(config.checkpoint)))
         bounds = {"q01": [-1.0] * self.size, "q99": [1.0] * self.size}
@@ -172,16 +165,16 @@ class _OpenVLASizes(PublishedVLA):
         width = self.body.hidden_size
         with torch.device("meta"):
             heads: dict[str, nn.Module] = {}
-            if isinstance(self, RegressionVLA):
+            if isinstance(self, pretrained.RegressionVLA):
                 heads["action_head"] = ActionHead(width, self.size)
             if vectors:
                 heads["proprio_projector"] = StateProjector(width, vectors)
         return heads
 
 
-class _TokenSizes(_OpenVLASizes, CheckpointVLA):
+class _TokenSizes(_OpenVLASizes, pretrained.CheckpointVLA):
     """The same with action tokens."""
 
 
-class _RegressionSizes(_OpenVLASizes, RegressionVLA):
+class _RegressionSizes(_OpenVLASizes, pretrained.RegressionVLA):
     """The same with the regression head."""

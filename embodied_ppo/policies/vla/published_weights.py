@@ -19,13 +19,7 @@ from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError, join_names, show
 from embodied_ppo.options import openpi_configs
-from embodied_ppo.policies import peft_files
-from embodied_ppo.policies.checkpoint_files import (
-    check_finite,
-    config_errors,
-    copy_permissions,
-    read_json,
-)
+from embodied_ppo.policies import checkpoint_files, peft_files
 
 M = TypeVar("M")
 # Substitutions (regular expression, replacement) of names, in order.
@@ -77,11 +71,8 @@ def read_kind(folder: Path, policy: str) -> tuple[str, dict[str, Any]]:
         ConfigError: config.json cannot be read, or another policy, or none, reads the type.
     """
     label = f"model.checkpoint={folder}"
-    raw = read_json(
-        peft_files.locate(folder, "config.json"),
-        label,
-        "download one (hf download NAME --local-dir DIR)",
-    )
+    file, hint = peft_files.locate(folder, "config.json"), "hf download NAME --local-dir DIR"
+    raw = checkpoint_files.read_json(file, label, f"download one ({hint})")
     kind = raw.get("model_type") or raw.get("type")
     if kind is None and "action_horizon" in raw:  # openpi's config.json names no type
         kind = openpi_configs.kind_of(read_headers(weight_files(peft_files.base_folder(folder))))
@@ -133,8 +124,9 @@ def weight_files(folder: Path) -> list[Path]:
             f"{label}: holds neither model.safetensors nor {index.name}; download it completely"
             " (other formats, .bin or .pt, can run code when they are read: convert them first)"
         )
-    names = read_json(index, label, "").get("weight_map")
-    with config_errors(f"{label}: {index.name} has no usable weight_map: ", "; download it"):
+    names = checkpoint_files.read_json(index, label, "").get("weight_map")
+    problem = f"{label}: {index.name} has no usable weight_map: "
+    with checkpoint_files.config_errors(problem, "; download it"):
         files = [folder / str(name) for name in sorted(set(dict(names or {}).values()))]
         for file in files:
             if file.parent != folder:
@@ -156,7 +148,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, Header]:
     for file in files:
         label = f"model.checkpoint={file.parent}: {file.name} cannot be read ("
         with (
-            config_errors(label, "); download it again", kind=True),
+            checkpoint_files.config_errors(label, "); download it again", kind=True),
             safe_open(file, framework="pt") as f,
         ):
             for key in f.keys():  # noqa: SIM118
@@ -199,7 +191,7 @@ def load(
             for key, name in names.items():
                 if headers[key].file == file:
                     tensor = adapter.apply(name, tensors.get_tensor(key))
-                    check_finite([(key, tensor)], f"model.checkpoint={folder}")
+                    checkpoint_files.check_finite([(key, tensor)], f"model.checkpoint={folder}")
                     targets[name].read(tensor)
     return model
 
@@ -291,4 +283,4 @@ def save(targets: Targets, source: str | Path, out: str | Path, rename: Rename) 
                 storages.add(storage.data_ptr())
                 tensors[key] = x
         save_file(tensors, out / file.name, metadata=metadata)
-    copy_permissions(out)
+    checkpoint_files.copy_permissions(out)

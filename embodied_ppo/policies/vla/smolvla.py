@@ -369,8 +369,7 @@ def _cross_attention(
     q = q.unflatten(-1, (-1, a.head_dim)).transpose(1, 2)
     keys, values = kv
     q = rotate(q, *rotary, values.dtype)
-    h = F.scaled_dot_product_attention(
-        grouped(q, keys.shape[1]), keys, values, attn_mask=visible, scale=a.scaling
-    ).reshape(q.shape)
-    x = x + a.o_proj(h.transpose(1, 2).flatten(2))
+    query = grouped(q, keys.shape[1])
+    h = F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=a.scaling)
+    x = x + a.o_proj(h.reshape(q.shape).transpose(1, 2).flatten(2))
     return (x + gated_mlp(layer.mlp, normalise(layer.post_attention_layernorm, x)),)

@@ -139,13 +139,11 @@ class Stem(nn.Module):
 def _position_encoding(length: int, like: Tensor) -> Tensor:
     """Return sinusoidal position encodings [L, D] of words."""
     half = like.shape[-1] // 2
-    period = SHORTEST_PERIOD * (LONGEST_PERIOD / SHORTEST_PERIOD) ** (
-        torch.arange(half, device=like.device) / max(1, half - 1)
-    )
+    ranks = torch.arange(half, device=like.device) / max(1, half - 1)
+    period = SHORTEST_PERIOD * (LONGEST_PERIOD / SHORTEST_PERIOD) ** ranks
     angle = torch.arange(length, device=like.device).unsqueeze(1) / period * (2 * math.pi)
-    return F.pad(torch.cat((angle.sin(), angle.cos()), dim=1), (0, like.shape[-1] - 2 * half)).to(
-        like
-    )
+    encoding = torch.cat((angle.sin(), angle.cos()), dim=1)
+    return F.pad(encoding, (0, like.shape[-1] - 2 * half)).to(like)
 
 
 def _merge_patches(x: Tensor, n: int) -> Tensor:
@@ -219,13 +217,10 @@ class Trunk(ObservationEncoder):
             ConfigError: No observation is an image, or an image's size is not supported.
         """
         super().__init__(spec, config)
-        width = config.width
-        self.stems = nn.ModuleList(
-            Stem(name, channels_first_shape(s), width) for name, s in self.encoder.images.items()
-        )
-        self.state = (
-            nn.Linear(self.encoder.vector_size, width) if self.encoder.vector_size else None
-        )
+        width, state_size = config.width, self.encoder.vector_size
+        images = self.encoder.images.items()
+        self.stems = nn.ModuleList(Stem(n, channels_first_shape(s), width) for n, s in images)
+        self.state = nn.Linear(state_size, width) if state_size else None
         self.words = nn.Embedding.from_pretrained(torch.zeros(WORD_BUCKETS, width), freeze=False)
         self.initialize_words(sentences)
         # Convolution over a word and its two neighbours. Without it, "the red block to the blue
@@ -283,9 +278,8 @@ class Trunk(ObservationEncoder):
         mean = (embedded * valid.unsqueeze(-1)).sum(1) / valid.sum(1, keepdim=True).clamp_min(1)
         stems = cast("list[Stem]", list(self.stems))
         raw = [stem.cells(inputs[name]) for name, stem in zip(self.names, stems, strict=True)]
-        focus, detail, marks = self._attend_to_cells(
-            embedded, valid, _concatenate(raw), torch.cat([s.places for s in stems])
-        )
+        places = torch.cat([stem.places for stem in stems])
+        focus, detail, marks = self._attend_to_cells(embedded, valid, _concatenate(raw), places)
         added = self.mark(marks).split([x.shape[1] for x in raw], dim=1)
         cells = [x + m for x, m in zip(raw, added, strict=True)]
         tokens = [stem.tokens(x) for stem, x in zip(stems, cells, strict=True)]
@@ -296,12 +290,8 @@ class Trunk(ObservationEncoder):
             tokens.append(state.unsqueeze(1))
         count = sum(x.shape[1] for x in tokens)
         padding = torch.cat((valid.new_zeros(len(valid), count), ~valid), dim=1)
-        return DecoderMemory(
-            torch.cat([*tokens, embedded], dim=1),
-            padding,
-            summary,
-            Grounding(focus, _concatenate(cells)),
-        )
+        grounding = Grounding(focus, _concatenate(cells))
+        return DecoderMemory(torch.cat([*tokens, embedded], dim=1), padding, summary, grounding)
 
     def _attend_to_cells(
         self, words: Tensor, valid: Tensor, cells: Tensor, positions: Tensor
@@ -391,9 +381,8 @@ class Block(nn.Module):
             if past:
                 k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
             past[:] = [k, v]
-        x = x + self.out(
-            _join(F.scaled_dot_product_attention(q, k, v, is_causal=causal and past is None))
-        )
+        is_causal = causal and past is None
+        x = x + self.out(_join(F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)))
         q = self._split(self.q(self.norms[1](x)))
         x = x + self.out2(_join(F.scaled_dot_product_attention(q, *memory, attn_mask=visible)))
         gate, up = self.up(self.norms[2](x)).chunk(2, dim=-1)

@@ -42,10 +42,8 @@ class ValueHead(nn.Module):
         super().__init__()
         self.detach, hidden, self.values = detach is not False, hidden or 4 * width, values
         self.layers = nn.Sequential(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, values))
-        last = self.layers[-1]
-        assert isinstance(last, nn.Linear)
-        nn.init.zeros_(last.weight)
-        nn.init.zeros_(last.bias)
+        for p in self.layers[-1].parameters():
+            nn.init.zeros_(p)
 
     def forward(self, hidden: Tensor) -> Tensor:
         value = self.layers(hidden.detach() if self.detach else hidden).float()
