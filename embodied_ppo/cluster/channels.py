@@ -190,9 +190,8 @@ class Connection:
     def _lost(self, error: OSError) -> ProcessLost:
         """The error of a connection that timed out or was closed."""
         if isinstance(error, TimeoutError):
-            return ProcessLost(
-                f"{self.peer}: no answer for {self.timeout_s:g} s (cluster.step_timeout_s)"
-            )
+            limit = f"{self.timeout_s:g} s (cluster.step_timeout_s)"
+            return ProcessLost(f"{self.peer}: no answer for {limit}")
         return ProcessLost(f"{self.peer}: the process is gone ({error.strerror or error})")
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from embodied_ppo.cluster import memory_estimate
 from embodied_ppo.cluster.memory_estimate import MemoryEstimator, MemoryNeeds
-from embodied_ppo.options import placement, validation
+from embodied_ppo.options import placement
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import causal_lm, language_models
 from embodied_ppo.rollout import group_filter, language_inputs
@@ -34,10 +34,7 @@ class LanguageMemoryEstimator(MemoryEstimator):
         self.policy = language_models.make_policy(config, tokenizer, cpu, weights=False)
         prompts = [*train, *held_out]
         self.longest = language_inputs.check_length(self.policy, prompts, a.response_length)
-        uses_critic = "critic" in validation.roles(config)
-        self.critic = None
-        if uses_critic:
-            self.critic = language_models.make_critic(config, self.policy, cpu, weights=False)
+        self.critic = language_models.make_critic(config, self.policy, cpu, weights=False)
 
     def estimate_memory(
         self, placed: placement.Plan, micro_batch_size: int | None = None

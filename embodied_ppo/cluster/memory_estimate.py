@@ -146,9 +146,8 @@ def fake_tensors(policy: nn.Module, *, enabled: bool = True) -> Iterator[list[Te
 
 def _zeros(x: Any, rows: int, device: torch.device, *, batch_dims: int = 1) -> Any:
     """Return zeros [rows, ..] for a tree of tensors with ``batch_dims`` dimensions in front."""
-    return tree.map(
-        lambda t: torch.zeros(rows, *t.shape[batch_dims:], dtype=t.dtype, device=device), x
-    )
+    zeros = lambda t: torch.zeros(rows, *t.shape[batch_dims:], dtype=t.dtype, device=device)
+    return tree.map(zeros, x)
 
 
 def _encode(policy: Policy, obs: Any, rows: int) -> Any:

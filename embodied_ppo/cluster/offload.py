@@ -73,10 +73,8 @@ class TensorOffloader:
         for step in (ALL, WEIGHTS):  # optimiser state leaves before the weights
             if step > level and step not in self.offloaded:
                 # Copy to the host and empty each storage once.
-                storages = _storages(self.tensors(step))
-                self.offloaded[step] = [
-                    self._offload((step, i), storage) for i, storage in enumerate(storages)
-                ]
+                storages = enumerate(_storages(self.tensors(step)))
+                self.offloaded[step] = [self._offload((step, i), x) for i, x in storages]
                 moved += sum(len(host) for _, host in self.offloaded[step])
         for step in (WEIGHTS, ALL):
             if step <= level and step in self.offloaded:
@@ -102,9 +100,8 @@ class TensorOffloader:
         # Pinned memory is slow to allocate, so it is kept for the next move.
         host = self.host_buffers.get(key)
         if host is None or len(host) != storage.nbytes():
-            host = torch.empty(
-                storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda"
-            )
+            pinned = storage.device.type == "cuda"
+            host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
             self.host_buffers[key] = host
         host.copy_(_bytes(storage))
         storage.resize_(0)

@@ -294,17 +294,14 @@ class RayWorker:
     ) -> Reply[T]:
         """Call a method of the worker."""
         start = self._clocks()
-        return self._reply(method(self._worker(), *args, **options), start)
+        assert self.worker is not None
+        return self._reply(method(self.worker, *args, **options), start)
 
     def call_split(self, method: Any, *args: Any, **options: Any) -> tuple[Any, Reply[Any]]:
         """Call a method that returns (data, result); they become two objects in Ray's store."""
         reply = self.call(method, *args, **options)
         data, result = reply.result
         return data, replace(reply, result=result)
-
-    def _worker(self) -> Worker:
-        assert self.worker is not None
-        return self.worker
 
     def _clocks(self) -> tuple[float, float]:
         """Return CPU seconds, and wall-clock seconds without waiting for other processes."""
@@ -427,9 +424,8 @@ def wait(
     while wanted - results.keys():
         remaining_s = timeout_s - (time.monotonic() - start)
         # Wait for one call at a time, so that an error is raised while other calls still run.
-        ready, pending = ray.wait(
-            pending, num_returns=1, timeout=max(0.0, min(CHECK_EVERY_S, remaining_s))
-        )
+        limit_s = max(0.0, min(CHECK_EVERY_S, remaining_s))
+        ready, pending = ray.wait(pending, num_returns=1, timeout=limit_s)
         for ref in ready:
             try:
                 results[ref] = ray.get(ref)
@@ -503,9 +499,8 @@ def _translated(error: RayError, handle: WorkerHandle, phase: str) -> Exception:
             )
         # Any other error is a defect, so the end of its traceback is reported.
         lines = [line for line in str(error).splitlines() if line.strip()]
-        return TrainingError(
-            f"{handle}, {phase}: {one_line(cause, kind=True)}\n" + "\n".join(lines[-15:])
-        )
+        header = f"{handle}, {phase}: {one_line(cause, kind=True)}"
+        return TrainingError("\n".join([header, *lines[-15:]]))
     # The process or its node has ended.
     if isinstance(error, RayActorError):
         return ProcessLost(f"process lost: {handle}, {phase}: {_reason(error)}")

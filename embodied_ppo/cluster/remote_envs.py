@@ -153,9 +153,8 @@ class RemoteEnv(VectorEnv):
 
     def _join(self, values: Sequence[Any]) -> Any:
         """Concatenate the parts of all processes, on this process's device."""
-        return tree.map(
-            lambda *xs: (xs[0] if len(xs) == 1 else torch.cat(xs)).to(self.device), *values
-        )
+        join = lambda *xs: (xs[0] if len(xs) == 1 else torch.cat(xs)).to(self.device)
+        return tree.map(join, *values)
 
     def _joined_obs(self, replies: Sequence[Any]) -> Any:
         """Return the observations of all processes; None where they cannot reset single rows."""

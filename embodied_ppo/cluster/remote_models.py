@@ -240,7 +240,6 @@ class RemoteReference(_RemoteModel):
         assert not hidden, (
             "validation rejects the full KL with a reference model in another process"
         )
-        value = self.client.request(
-            "view", self.target, {**obs, "mask": mask, "action": action}
-        ).value
+        tensors = {**obs, "mask": mask, "action": action}
+        value = self.client.request("view", self.target, tensors).value
         return {"log_prob": as_tensor(value).to(self.device)}

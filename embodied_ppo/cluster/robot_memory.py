@@ -185,9 +185,8 @@ def describe_spaces(config: Config) -> EnvInfo:
             max_episode_steps=options.max_episode_steps,
         )
     # One environment suffices, because spaces describe one environment.
-    env = make_env(
-        env_seeds(0, 0, 1), config=options, device=torch.device("cpu"), model=config.model
-    )
+    seeds, cpu = env_seeds(0, 0, 1), torch.device("cpu")
+    env = make_env(seeds, config=options, device=cpu, model=config.model)
     try:
         return env.info
     finally:

@@ -110,8 +110,7 @@ def hardware_of(config: Config, device: torch.device) -> Hardware:
 def check_batches(config: Config, plan: Plan) -> None:
     """Raise PlacementError where batches or roles do not divide as planned."""
     a = config.algorithm
-    robot = config.mode == "embodied"
-    if robot:
+    if config.mode == "embodied":
         # Environments and samples must divide evenly over the processes.
         placement.check_numbers(
             plan,

@@ -61,9 +61,8 @@ class WeightLayout:
         # Each view begins at an aligned offset, and is as long as its tensor.
         for chunk, (_, name, shape) in zip(buffer.split(self.sizes), self.entries, strict=True):
             dtype = getattr(torch, name)
-            views.append(
-                chunk[: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-            )
+            size = torch.Size(shape).numel() * dtype.itemsize
+            views.append(chunk[:size].view(dtype).view(shape))
         return views
 
     def check(self, other: WeightLayout, process: str) -> None:

@@ -234,9 +234,8 @@ class Worker:
     def finish_requests(self, *roles: str) -> None:
         """Notify the servers of these roles that no request follows in this phase."""
         # A server may have several of the roles, but must be notified once: it counts callers.
-        for client in dict.fromkeys(
-            client for role in roles for client in self.spec.clients.get(role, ())
-        ):
+        clients = (client for role in roles for client in self.spec.clients.get(role, ()))
+        for client in dict.fromkeys(clients):
             client.finish()
 
     # -------------------------------------------------------------------------------------- weights
