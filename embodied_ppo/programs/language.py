@@ -215,9 +215,8 @@ def _critic(
             checkpoint.load_weights(critic, weights, name)
         a = critic_config(config.algorithm, config.critic)
         # The actor in this process calls it, or the server for actors in other processes.
-        values = LocalCritic(
-            critic, a, ranks=process.critics, **_learner_options(spec, a, messages)
-        )
+        options = _learner_options(spec, a, messages)
+        values = LocalCritic(critic, a, ranks=process.critics, **options)
         return values, values
     clients = process.clients.get("critic", ())
     # Estimators such as grpo read no values.

@@ -248,10 +248,8 @@ def open_run(spec: RunSpec, messages: Messages, bar: Progress) -> Iterator[OpenR
                 raise
             fact = f"run_dir={spec.run_dir}: cannot be written ({error.strerror})"
             raise ConfigError(f"{fact}; free space, or name another") from error
-        built_spec = replace(spec, task=task)
-        run = OpenRun(
-            built_spec, built, log, _sessions(spec), spec.completed_updates, messages, stack
-        )
+        built_spec, sessions = replace(spec, task=task), _sessions(spec)
+        run = OpenRun(built_spec, built, log, sessions, spec.completed_updates, messages, stack)
         # KeyboardInterrupt and SystemExit are no ``Exception`` and leave this status.
         status: trackers.Status = "interrupted"
         try:

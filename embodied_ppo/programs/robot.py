@@ -8,7 +8,6 @@ cluster the simulators can be in other processes (``RemoteEnv``), several proces
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -312,7 +311,7 @@ def make_rollout(
         passes=a.rollout_epoch,
         one_episode=config.env.restart_each_rollout,
         restart_every=config.env.restart_every,
-        restarts=functools.partial(_follows_evaluation, config),
+        restarts=partial(_follows_evaluation, config),
         stagger=True,
         # Discount within a chunk; between decisions the estimator of advantages discounts.
         gamma=a.gamma if a.reward_type != "chunk_sum" else 1.0,
@@ -352,13 +351,10 @@ def _evaluation(
     config = spec.config
     options = config.evaluation
     in_training = options.env == "training"
-    if in_training:
-        # The training's simulators keep their number.
-        options = replace(options, num_envs=config.env.num_envs)
-    else:
-        options = replace(
-            options, num_envs=environments.evaluated_envs(config.env, options.num_envs)
-        )
+    num_envs = config.env.num_envs  # the training's simulators keep their number
+    if not in_training:
+        num_envs = environments.evaluated_envs(config.env, options.num_envs)
+    options = replace(options, num_envs=num_envs)
 
     # An evaluation uses the training's simulators, or creates simulators of its own.
     def simulators(seeds: list[int]) -> VectorEnv:

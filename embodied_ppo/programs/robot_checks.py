@@ -39,12 +39,8 @@ def check_evaluation(config: Config, device: torch.device) -> None:
     evaluation.evaluation_seeds(0, e.episodes)
     # Build one environment with the arguments of the evaluation, which the task may refuse.
     if e.env_kwargs and e.episodes:
-        probe = make_env(
-            evaluation.evaluation_seeds(0, 1),
-            config=evaluation_env(config),
-            device=device,
-            model=config.model,
-        )
+        seeds = evaluation.evaluation_seeds(0, 1)
+        probe = make_env(seeds, config=evaluation_env(config), device=device, model=config.model)
         try:
             probe.reset()
         finally:
@@ -122,9 +118,8 @@ def _image_lines(config: Config, env: VectorEnv) -> Iterator[str]:
             )
         # Previous actions have two dimensions and are no image.
         if spec.layout is not None or (len(spec.shape) > 1 and name != PREVIOUS_ACTIONS):
-            text = images.describe(
-                spec.shape, spec.dtype, spec.layout, f"observation {name}", network
-            )
+            label = f"observation {name}"
+            text = images.describe(spec.shape, spec.dtype, spec.layout, label, network)
             yield f"{text} (env.image_layout={config.env.image_layout or 'null'})"
 
 

@@ -24,20 +24,7 @@ from embodied_ppo.options.placement import Plan
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import own_network
 from embodied_ppo.rollout import environments
-from embodied_ppo.training import checkpoint
-from embodied_ppo.training.run_directory import (
-    ROUNDING_OPTIONS,
-    SAME_FUNCTION,
-    absolute,
-    arithmetic,
-    check_resume,
-    check_values,
-    config_hash,
-    differences,
-    parent_of,
-    stored_config,
-    versions,
-)
+from embodied_ppo.training import checkpoint, run_directory
 from embodied_ppo.training.run_files import Parent
 from embodied_ppo.training.run_system import Records
 from embodied_ppo.training.trained_run import TrainedRun, open_run
@@ -145,7 +132,7 @@ def decide(
     device = select_device(config.device, config.threads, notice=say)
     summary = None
     if source is not None:
-        check_resume(config, source, updates, device, say)
+        run_directory.check_resume(config, source, updates, device, say)
         summary = _finished(config, run_dir, source, updates)
 
     # Other runs whose policies this one starts from or imitates.
@@ -161,7 +148,7 @@ def decide(
 
     # A branch records where it leaves its run. Repeated updates are no branch.
     if parent is None and not reexecuted and source is not None:
-        parent = parent_of(config, source, run_dir)
+        parent = run_directory.parent_of(config, source, run_dir)
     kind: Literal["new", "resumed", "branched", "initialised"] = "new"
     if source is not None:
         # A run continues a checkpoint of its own directory, and branches from any other.
@@ -170,11 +157,13 @@ def decide(
         kind = "initialised"
 
     # config.yaml has absolute paths, and not how this execution was started.
-    config = replace(absolute(config), run_dir=str(run_dir), resume=None, allow_changed_task=False)
+    config = run_directory.absolute(config)
+    config = replace(config, run_dir=str(run_dir), resume=None, allow_changed_task=False)
     text = yaml.safe_dump(loader.relevant(config), sort_keys=False)
     # Every checkpoint records what its results depend on besides the options.
-    info: dict[str, Any] = {"versions": versions(), "config_hash": config_hash(config)}
-    info["arithmetic"] = arithmetic(config, device)
+    info: dict[str, Any] = {"versions": run_directory.versions()}
+    info["config_hash"] = run_directory.config_hash(config)
+    info["arithmetic"] = run_directory.arithmetic(config, device)
     if config.mode != "reasoning":
         info["env_id"] = config.env.title
     if task is not None:
@@ -249,14 +238,14 @@ def _finished(
     # The report is of a shorter run, which was extended later.
     if summary["updates"] != source.update:
         return None
-    for path, (_, value) in differences(stored_config(source), config).items():
-        if path in ROUNDING_OPTIONS:
-            continue
-        raise ConfigError(
-            f"{path}={show(value)}: {run_dir} has completed its {updates} updates, and nothing"
-            f" would use the new value; train further with {budget_options(config)}, or leave it"
-            " out"
-        )
+    stored = run_directory.stored_config(source)
+    for path, (_, value) in run_directory.differences(stored, config).items():
+        if path not in run_directory.ROUNDING_OPTIONS:
+            raise ConfigError(
+                f"{path}={show(value)}: {run_dir} has completed its {updates} updates, and nothing"
+                f" would use the new value; train further with {budget_options(config)}, or leave"
+                " it out"
+            )
     return summary
 
 
@@ -282,7 +271,7 @@ def _initial_policy(config: Config) -> checkpoint.Checkpoint:
     run_dir, trained = run.run_dir, run.config
     then, now = loader.flat(loader.relevant(trained)), loader.flat(loader.relevant(config))
     # Weights may start a run with other options, but not with other meanings of the weights.
-    for path in SAME_FUNCTION:
+    for path in run_directory.SAME_FUNCTION:
         if then.get(path) != now.get(path):
             raise ConfigError(
                 f"{path} = {show(now.get(path))}: initial_policy={run_dir} has"
@@ -294,7 +283,7 @@ def _initial_policy(config: Config) -> checkpoint.Checkpoint:
     if before != tasks and len(before) > 1:
         hint = f"write env.tasks=[{','.join(before)}]"
         raise ConfigError(f"{hint}: initial_policy={run_dir} reads their observations and indices")
-    check_values(config, trained, f"initial_policy={run_dir}")
+    run_directory.check_values(config, trained, f"initial_policy={run_dir}")
     return run.source
 
 

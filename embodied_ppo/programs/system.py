@@ -92,10 +92,8 @@ def build_system(spec: RunSpec, messages: Messages, stack: ExitStack) -> BuiltSy
     assert worker.measure is not None and worker.write_report is not None
     make_system = LocalSystem
     if config.pipeline:
-        assert isinstance(rollout, Rollout | InterleavedRollouts) and isinstance(
-            rollout.policy, nn.Module
-        )
-        assert isinstance(learner, PPO)
+        assert isinstance(rollout, Rollout | InterleavedRollouts) and isinstance(learner, PPO)
+        assert isinstance(rollout.policy, nn.Module)
         # The clock of the process would count the time of both threads.
         rollout.cpu_clock = learner.cpu_clock = time.thread_time
         make_system = partial(PipelinedSystem, acting=rollout.policy, stop_rollout=rollout.stop)
