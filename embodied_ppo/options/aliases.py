@@ -11,9 +11,8 @@ from typing import Any
 
 import yaml
 
-_TABLES: dict[str, Any] = yaml.safe_load(
-    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-)
+_FILE = Path(__file__).with_suffix(".yaml")
+_TABLES: dict[str, Any] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
 # Section -> alias -> canonical names. An alias is accepted wherever its canonical name is.
 ALIASES: dict[str, dict[str, tuple[str, ...]]] = {
     section: {alias: tuple(names.split()) for alias, names in table.items()}

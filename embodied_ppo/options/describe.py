@@ -92,9 +92,8 @@ def suggest(cls: type, raw: str) -> str:
     for names, text, cutoff in ((siblings, leaf, None), *(wider if section else wider[::-1])):
         if near := nearest(text, names, cutoff=cutoff):
             path = near if names is candidates else str(names[near])
-            return f"did you mean {path}{_meaning_of(path, known)}?" + _values_of(
-                options, known[path]
-            )
+            question = f"did you mean {path}{_meaning_of(path, known)}?"
+            return question + _values_of(options, known[path])
     home = section if section in sections(cls) else ""
     return f"{home or 'the top level'} has: {join_names(members(cls, home))}"
 

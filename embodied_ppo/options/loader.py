@@ -324,9 +324,8 @@ def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> A
             return value
     elif kind is tuple:
         if isinstance(value, (list, tuple)):
-            return tuple(
-                _coerce(arguments[0], v, f"{path}[{i}]", label) for i, v in enumerate(value)
-            )
+            entries = enumerate(value)
+            return tuple(_coerce(arguments[0], v, f"{path}[{i}]", label) for i, v in entries)
     elif kind is dict:
         # The grammar of the command line has no keys with commas: such a section is quoted.
         if isinstance(value, str) and value.lstrip().startswith("{"):

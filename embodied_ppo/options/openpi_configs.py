@@ -62,11 +62,8 @@ def candidates(kind: str, horizon: int, asset: str | None) -> list[str]:
         horizon: Its ``action_horizon``.
         asset: Folder of its statistics, None: it has none.
     """
-    return [
-        name
-        for name, c in CONFIGS.items()
-        if (family(name), c.horizon, c.asset) == (kind, horizon, asset)
-    ]
+    key = kind, horizon, asset
+    return [name for name, c in CONFIGS.items() if (family(name), c.horizon, c.asset) == key]
 
 
 def check(name: str, checkpoint: str) -> None:

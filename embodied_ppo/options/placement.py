@@ -143,9 +143,8 @@ class Plan:
 
     def sharing(self, group: Group) -> tuple[Group, ...]:
         """Return the other groups that time-share devices with ``group``."""
-        return tuple(
-            g for g in self.groups if g is not group and set(g.devices) & set(group.devices)
-        )
+        devices = set(group.devices)
+        return tuple(g for g in self.groups if g is not group and devices & set(g.devices))
 
     def weights_path(self, rank: int) -> str:
         """Return how rollout process ``rank`` gets the weights: share, ipc, broadcast or store."""

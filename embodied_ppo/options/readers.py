@@ -36,9 +36,8 @@ def _readers(cls: type, prefix: str, inherited: Reader) -> Iterator[tuple[str, R
     """
     for field in fields(cls):
         path, data = prefix + field.name, field.metadata
-        reader = Reader(
-            data.get("mode") or inherited.mode, data.get("read_if") or inherited.conditions
-        )
+        mode = data.get("mode") or inherited.mode
+        reader = Reader(mode, data.get("read_if") or inherited.conditions)
         nested: type | None = data.get("section")
         if nested is None:
             yield path, reader

@@ -38,11 +38,8 @@ class Removed:
 def _read() -> dict[str, Removed]:
     """Read removed.yaml."""
     text = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
-    entries = (
-        (path, x if isinstance(x, dict) else {"hint": x})
-        for path, x in yaml.safe_load(text).items()
-    )
-    return {path: Removed(**entry) for path, entry in entries}
+    entries = yaml.safe_load(text).items()
+    return {path: Removed(**(x if isinstance(x, dict) else {"hint": x})) for path, x in entries}
 
 
 # Options that were removed after runs were written with them, by path.
