@@ -163,17 +163,13 @@ class RankGroup(Ranks):
         """See ``Ranks``. One all-reduce for all gradients, the loss and flags."""
         # A parameter may have a gradient on some ranks only; the sum of the flags shows whether any
         # rank has one.
-        has_gradient = torch.tensor(
-            [float(p.grad is not None) for p in parameters], device=loss.device
-        )
+        flags = [float(p.grad is not None) for p in parameters]
+        has_gradient = torch.tensor(flags, device=loss.device)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = [x.flatten().float() for x in gradients]
-        summed = self.all_reduce_sum(
-            torch.cat([*flat, loss.detach().float().reshape(1), has_gradient])
-        )
-        *gradients, loss, counts = summed.split(
-            [*(p.numel() for p in parameters), 1, len(parameters)]
-        )
+        parts = [*flat, loss.detach().float().reshape(1), has_gradient]
+        sizes = [*(p.numel() for p in parameters), 1, len(parameters)]
+        *gradients, loss, counts = self.all_reduce_sum(torch.cat(parts)).split(sizes)
         for p, gradient, count in zip(parameters, gradients, counts.tolist(), strict=True):
             p.grad = gradient.view_as(p).to(p.dtype) if count else None
         return loss[0]

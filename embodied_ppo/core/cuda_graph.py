@@ -140,9 +140,8 @@ class CudaGraph:
             for _ in range(3):
                 program(*tensors)
 
-        self.graph, result = record_graph(
-            lambda: program(*tensors), self.arguments[0].device, warm_up=warm_up
-        )
+        device = self.arguments[0].device
+        self.graph, result = record_graph(lambda: program(*tensors), device, warm_up=warm_up)
         self.results = [result] if isinstance(result, Tensor) else list(result)
 
     def __call__(self, tensors: list[Tensor]) -> list[Tensor]:

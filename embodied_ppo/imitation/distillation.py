@@ -25,7 +25,6 @@ import torch
 from torch import Generator, Tensor, nn
 
 from embodied_envs.base import tree
-from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.observation_names import SINGLE
 from embodied_envs.base.tree import apply_in_parts
 from embodied_envs.types import ArraySpec, Box, Obs, ObsSpec
@@ -41,6 +40,7 @@ from embodied_ppo.core.types import (
     Trajectory,
     UpdateObserver,
 )
+from embodied_ppo.options.rules.base import refuse_any
 from embodied_ppo.options.schema import Config, DistillationConfig
 from embodied_ppo.policies import distributions as dist
 from embodied_ppo.policies.actor_critic import ActorCritic
@@ -169,9 +169,7 @@ def resolve_loss(config: DistillationConfig, student: ActorCritic, teacher: Acto
         f" {student.kind}; write model.distribution={teacher.kind}, or"
         " distillation.loss=mse": config.loss == "kl" and student.kind != teacher.kind,
     }
-    for message, is_wrong in refusals.items():
-        if is_wrong:
-            raise ConfigError(message)
+    refuse_any(refusals)
     return loss
 
 
@@ -377,11 +375,8 @@ class DistillationLearner:
         policy, obs = self.policy, tree.flatten_time(trajectory.obs)
         mask, error = trajectory.mask, trajectory.replay["error"]  # [T, N]
         inputs = apply_in_parts(policy.student.encode, self.rows, policy.read_student(obs))
-        batch = DistillationBatch(
-            inputs=tree.map(lambda x: x.unflatten(0, mask.shape), inputs),
-            target=trajectory.replay["target"],
-            mask=mask,
-        )
+        inputs = tree.map(lambda x: x.unflatten(0, mask.shape), inputs)
+        batch = DistillationBatch(inputs=inputs, target=trajectory.replay["target"], mask=mask)
         if self.config.algorithm.minibatch_unit == "step":
             batch = tree.flatten_time(batch)
         stats = self.optimizer.optimize(batch, update)

@@ -24,6 +24,7 @@ from embodied_ppo.data.lerobot_reader import open_folder, read_info
 from embodied_ppo.data.lerobot_writer import SAFE, Writer
 from embodied_ppo.imitation import behavior_cloning, supervised_finetuning
 from embodied_ppo.options import loader
+from embodied_ppo.options.rules.base import refuse_any
 from embodied_ppo.options.schema import Config, DemosConfig, EnvConfig
 from embodied_ppo.policies.backbone import channels_first_shape
 from embodied_ppo.rollout.environments import make_env
@@ -91,9 +92,7 @@ def recording_env(config: DemosConfig) -> EnvConfig:
         f"env.ranges = {show(env.ranges)}: demonstrations are randomised by the task's own ranges;"
         " take them away (~env.ranges), or write env.randomize=false": env.randomize and env.ranges,
     }
-    for message, is_wrong in refusals.items():
-        if is_wrong:
-            raise ConfigError(message)
+    refuse_any(refusals)
     return replace(env, simulator="mujoco", kwargs={**env.kwargs, "obs": "language"})
 
 

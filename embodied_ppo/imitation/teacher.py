@@ -85,10 +85,8 @@ class Distillation:
         spec = env.obs_spec if history is None else history.raw_spec
         if self.teacher_keys is not None:
             spec = select_specs(spec, self.teacher_keys, f"teacher={self.teacher.run_dir}")
-        model = self.teacher.model(allow=False)
-        teacher = robot_policy.make_policy(
-            replace(self.teacher.config, model=model), replace(env.info, obs_spec=spec)
-        )
+        config = replace(self.teacher.config, model=self.teacher.model(allow=False))
+        teacher = robot_policy.make_policy(config, replace(env.info, obs_spec=spec))
         assert isinstance(teacher, ActorCritic) and isinstance(student, ActorCritic)  # checked
         self.teacher.load_weights(teacher)
         return GuidedPolicy(
