@@ -174,8 +174,7 @@ class RealismConfig:
     """Standard deviation of the normal noise of each element and step, in the unit of the
     observation; or a section by name. Images and integers have none."""
     obs_bias: NonNegative | dict[str, Any] = 0.0
-    """Half-width b of the constant error of each element, drawn from [-b, b] per episode, in the
-    unit of the observation; or a section by name."""
+    """Half-width b of the constant error of each element, from [-b, b] per episode; or by name."""
     obs_dropout: Fraction | dict[str, Any] = 0.0
     """Probability that an observation is lost, so that the policy reads the previous one again; or
     a section by name. The first observation of an episode is never lost."""
@@ -246,8 +245,7 @@ class EnvConfig:
     """Order of the dimensions of images of a simulator: channels last (hwc) or first (chw), after a
     stack of frames if any. null: the shape decides; an ambiguous one is refused."""
     randomize: bool = False
-    """Randomise the model of each episode within the ranges of the task (tasks of this package).
-    evaluation.randomize does the same for evaluation."""
+    """Randomise the model of each training episode within the ranges of the task (our tasks)."""
     ranges: dict[str, Any] = field(default_factory=dict)
     """Bounds [low, high] of domain randomisation that replace those of the task: mass, friction,
     damping, armature, friction_loss, gains (of actuators, without their force limit), kp, kd,
@@ -353,9 +351,8 @@ class ModelConfig:
     estimated from the sampled u; beta is 2x - 1, x ~ Beta(1 + softplus(y), 1 + softplus(z)) with
     network outputs y and z, which acts by its mean without sampling."""
     state_dependent_std: bool | Literal["softplus"] = option(False, read_if=CONTINUOUS)
-    """Compute the standard deviation from the observation, as exp(x) of the network's output x, or
-    with softplus as softplus(x) + exp(min_log_std), as in Brax; false: one learned deviation per
-    action dimension."""
+    """Compute the standard deviation from the observation: exp(x) of an output x, or with softplus
+    softplus(x) + exp(min_log_std), as in Brax; false: a learned number per action dimension."""
     init_log_std: float = option(0.0, read_if=GAUSSIAN)
     """Initial logarithm of the standard deviation."""
     min_log_std: float = option(-5.0, read_if=GAUSSIAN)
@@ -421,9 +418,8 @@ class ModelConfig:
     Cloning trains it in any case, unless it comes from model.checkpoint. For pi0 this freezes
     PaliGemma, whose keys and values are cached as long as they fit in half of the memory."""
     checkpoint: str | None = option(None, read_if=VLA)
-    """Directory of a published model to start from: OpenVLA or OpenVLA-OFT (policy=token, with a
-    regression head gaussian), pi0, pi0.5 or SmolVLA (policy=flow); null: a small new model. Needs
-    the extra [vla]."""
+    """Directory of a published model: OpenVLA or OpenVLA-OFT (policy=token, with a regression head
+    gaussian), pi0, pi0.5 or SmolVLA (policy=flow); null: a small new model. Extra [vla]."""
     unnorm_key: Text | None = option(None, read_if=PRETRAINED_VLA)
     """Data set whose action statistics an OpenVLA checkpoint uses; null: the only ones in it."""
     delta_actions: tuple[Natural, ...] | None = option(None, read_if=PRETRAINED_FLOW)
@@ -547,8 +543,7 @@ class AlgorithmConfig:
     """Samples (steps; in reasoning prompts) of one optimiser step, summed over all ranks. It must
     divide the rollout (horizon x num_envs x rollout_epoch; in reasoning rollout_batch_size)."""
     micro_batch_size: Count | None = None
-    """Samples (steps; in reasoning responses) of one forward and backward pass: less memory, equal
-    results up to rounding; null: global_batch_size."""
+    """Samples of one pass: less memory, equal results up to rounding; null: global_batch_size."""
     rollout_micro_batch_size: Count | None = None
     """Rows of one forward pass while acting and computing values (environments; in reasoning
     responses): less memory, equal results up to rounding; null: all environments (in reasoning
@@ -591,8 +586,7 @@ class AlgorithmConfig:
     gae_lambda: Fraction = option(0.95, read_if=(GAE, FIXED_LAMBDA))
     """Decay of the advantage estimator's trace."""
     gae_lambda_value: Fraction | None = option(None, read_if=GAE)
-    """Decay of the trace of the value's targets (decoupled GAE), in every reward group. 1: the
-    targets are Monte-Carlo returns; null: gae_lambda."""
+    """gae_lambda of the value's targets, of all reward groups; 1: Monte-Carlo; null: gae_lambda."""
     length_adaptive_alpha: Positive | None = option(None, mode="reasoning", read_if=GAE)
     """Decay of the trace of the advantages by the number l of a response's tokens, 1 - 1 /
     (length_adaptive_alpha x l), at least 0 (VAPO: 0.05); gae_lambda is then that of the value's
@@ -681,19 +675,17 @@ class AlgorithmConfig:
     )
     """Dual clip: upper bound -A x clip_ratio_c of the loss for negative advantages A; null: off."""
     positive_nll_weight: NonNegative = option(0.0, mode="reasoning")
-    """Weight in the loss of the negative log-likelihood of the responses whose score, before
-    normalisation and with its penalties, is above 0: the mean over their tokens in the minibatch
-    (VAPO: 0.1)."""
+    """Weight of the negative log-likelihood of responses whose score, before normalisation and with
+    its penalties, is above 0: the mean over their tokens in the minibatch (VAPO: 0.1)."""
     entropy_bonus: NonNegative = option(0.0, read_if=ENTROPY)
     """Coefficient of the entropy in the loss; with entropy_target the initial one."""
     entropy_schedule: Literal["constant", "linear", "relative"] = option(
         "constant",
         read_if=positive("algorithm.entropy_bonus") & equals("algorithm.entropy_target", None),
     )
-    """Coefficient of an update. linear: it falls from entropy_bonus to 0 over the run: exploration
-    at first, then a better policy. relative: the same, times the size of the advantages, a moving
-    average of their standard deviation in about ten rollouts. Where the value explains the returns,
-    advantages become small, and a bonus of a fixed size would outweigh them."""
+    """linear: the coefficient falls from entropy_bonus to 0 over the run. relative: the same, times
+    the moving average of the advantages' standard deviation over about ten rollouts: advantages
+    become small where the value explains the returns, and a fixed bonus would outweigh them."""
     rpo_alpha: NonNegative | None = option(None, mode="embodied", read_if=CONTINUOUS)
     """Robust policy optimisation (Rahman and Xue 2022): the policy loss uses the means mu + z, z ~
     U(-rpo_alpha, rpo_alpha) per sample and number, new in each pass over the rollout, so that the
@@ -888,8 +880,7 @@ class CriticModelConfig:
     lora_rank: Annotated[int, Limit(ge=0, le=10**5)] | None = option(
         None, read_if=(CRITIC_MODEL, CRITIC_FILES)
     )
-    """Rank of adapters on the critic, beside a value head that is trained whole; 0: all weights are
-    trained; null: actor.model.lora_rank."""
+    """Rank of adapters on the critic; 0: all weights learn; null: actor.model.lora_rank."""
 
 
 @dataclass(frozen=True)
@@ -935,9 +926,8 @@ class RolloutConfig:
     """Number of last tokens before response_length over which a penalty, which is subtracted
     from the score, rises linearly from 0 to 1 (DAPO); 0: no penalty."""
     dump: Literal["sample", "all"] | None = None
-    """Write responses of each update and evaluation to RUN/generations as JSON lines, which
-    ``embodied-ppo watch`` shows: all of them, or as a sample those to the 8 first prompts of each;
-    null: none."""
+    """Write responses of each update and evaluation to RUN/generations as JSON lines, see
+    ``embodied-ppo watch``: all, or as a sample those to the 8 first prompts; null: none."""
 
 
 @dataclass(frozen=True)
@@ -1028,8 +1018,7 @@ class RewardConfig:
 @dataclass(frozen=True)
 class WarmStartConfig:
     steps: Natural = option(0, read_if=is_set("data.task"))
-    """Number of supervised optimiser steps before PPO, on 128 demonstrations of data.task each; 0:
-    none. The result is cached on disk between runs."""
+    """Supervised steps before PPO on 128 demonstrations of data.task each, cached; 0: none."""
 
 
 CLONING = positive("cloning.steps")
@@ -1117,8 +1106,7 @@ class ClusterConfig:
     """Number of parts of the environments of a rollout process. While one part simulates, in
     another process or in EnvPool's threads, the policy acts for the next."""
     max_lag: Annotated[int, Limit(ge=0, le=1000)] = 0
-    """Rollouts ahead of the updates; 0: strictly on-policy. More needs separate devices for
-    actor."""
+    """Rollouts ahead of the updates; 0: strictly on-policy; more: needs separate actor devices."""
     shard: bool = False
     """Shard every parameter, gradient and optimiser state over the processes of actor (FSDP2), for
     models that do not fit on one device. A layer is gathered only while it computes."""
@@ -1164,8 +1152,7 @@ class Config:
             ReadIf(RESUMED, lambda c: False, mode="reasoning"),  # which has no task to compare
         ),
     )
-    """With resume: continue although files of the user's task (env.id=module:Class), or that of
-    model.network, differ from those of the checkpoint."""
+    """Resume although files of the user's task or of model.network differ from the checkpoint's."""
     initial_policy: Text | None = option(None, read_if=equals("resume", None, "auto"))
     """Run or checkpoint whose policy a new run starts from: weights and normalisers only (in
     reasoning those of the critic, too); counters, optimiser and simulators start anew. The network
@@ -1240,8 +1227,7 @@ class EvaluateConfig:
     model: Text | None = option(None, mode="reasoning")
     """Directory of a transformers model, measured on data instead of a checkpoint."""
     episodes: Count = 100
-    """Number of episodes to measure, each from its own seed; of a language model the number of
-    held-out prompts, the first ones."""
+    """Number of episodes, each with its own seed; of a language model of held-out prompts."""
     num_envs: Count = option(16, mode="embodied")
     """Number of environments that are evaluated together."""
     seed: Natural = 0
