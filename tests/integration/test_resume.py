@@ -156,8 +156,8 @@ def test_schedules_that_cover_another_number_of_updates_are_reported(monkeypatch
     trained = Config(updates=4, algorithm=a)
     monkeypatch.setattr(run_directory, "stored_config", lambda source: trained)
     device, said = torch.device("cpu"), list[str]()
-    numbers = run_directory.arithmetic(trained, device)
-    source: Any = SimpleNamespace(update=4, arithmetic=lambda: numbers)
+    manifest = {"arithmetic": run_directory.arithmetic(trained, device)}
+    source: Any = SimpleNamespace(update=4, manifest=manifest)
     run_directory.check_resume(trained, source, 8, device, said.append)
     expected = "the run had 4 updates, now 8: lr_schedule=cosine, entropy_schedule=linear covers"
     assert [line.removeprefix("resume: ") for line in said] == [f"{expected} the new number"]
