@@ -94,8 +94,8 @@ def with_optimization(
         results["policy/symmetry_error"] = Mean(a["symmetry_error"], a["steps"])
     if learner.curiosity is not None:
         results |= learner.curiosity.metrics()
-    if c.entropy_target is not None:
-        results["policy/entropy_coef"] = learner.entropy_coef
+    if c.entropy_target is not None or c.entropy_schedule != "constant":
+        results["policy/entropy_coef"] = learner.optimizer.loss.coefficients["entropy"]
     # Without a critic all values are 0, and metrics of them would mean nothing.
     if learner.critic is None:
         return {tag: x for tag, x in results.items() if not tag.startswith("value/")}

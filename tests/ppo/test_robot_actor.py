@@ -398,11 +398,11 @@ def test_relative_bonus_follows_the_size_of_the_advantages():
     )
     for update in range(4):
         t = experience(learner, seed=update)
-        learner.update(replace(t, reward=t.reward * 0.1**update), update=update)
+        metrics = learner.update(replace(t, reward=t.reward * 0.1**update), update=update)
         share = [0.9 ** (update - i) for i in range(update + 1)]
         mean = sum(w * x for w, x in zip(share, deviations, strict=True)) / sum(share)
         expected = 0.05 * (1 - update / 10) * mean
-        assert learner.optimizer.loss.coefficients["entropy"] == pytest.approx(expected, rel=1e-4)
+        assert metrics["policy/entropy_coef"] == pytest.approx(expected, rel=1e-4)
     other = make(options)
     other.load_state(learner.state())
     assert other.mean_std == learner.mean_std > 0
