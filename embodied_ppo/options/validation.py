@@ -262,9 +262,6 @@ def _check_algorithm(config: Config) -> None:
         " returns": a.critic_warmup_variance is not None and a.adv_type == "gae" and targets < 1,
         "leave both false to subtract and divide: algorithm.reward_shift = true only subtracts,"
         " algorithm.reward_scale = true only divides": a.reward_shift and a.reward_scale,
-        "write algorithm.entropy_schedule=linear, or algorithm.normalize_advantages=false: relative"
-        " = linear for advantages that are"
-        " normalised": a.entropy_schedule == "relative" and a.normalize_advantages,
         "write algorithm.reward_norm=batch: running subtracts no mean, reward_shift = true"
         " does": a.reward_shift and a.reward_norm == "running",
         f"algorithm.adam_betas = {show(a.adam_betas)} must be two numbers; write"

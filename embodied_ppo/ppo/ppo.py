@@ -74,7 +74,8 @@ class PPO(LearnerState):
         if warmup and c.critic_warmup_variance is not None:
             self.check_warmup(results, update)
         if c.entropy_schedule == "relative":
-            std = results["advantage/std"]
+            # The loss reads these advantages; normalised ones have the deviation 1.
+            std = 1.0 if c.normalize_advantages else results["advantage/std"]
             assert isinstance(std, float)
             self.mean_std = schedules.average(self.mean_std, std)
         if self.record is not None:

@@ -41,7 +41,7 @@ def entropy_factor(kind: str, update: int, updates: int, mean_std: float) -> flo
     relative:  (1 − u/U)·m_u / (1 − 0.9^(u+1)),   m_u = 0.9·m_{u−1} + 0.1·std(A_u),  m_{−1} = 0
 
     The divisor removes the bias of the moving average m towards its initial 0, as in Adam (Kingma
-    & Ba 2015, section 3). The loss reads A without normalisation.
+    & Ba 2015, section 3). A are the advantages that the loss reads.
 
     Args:
         kind: algorithm.entropy_schedule.

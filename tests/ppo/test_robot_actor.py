@@ -406,6 +406,9 @@ def test_relative_bonus_follows_the_size_of_the_advantages():
     other = make(options)
     other.load_state(learner.state())
     assert other.mean_std == learner.mean_std > 0
+    normalized = make(options | {"normalize_advantages": True})
+    metrics = normalized.update(t, update=0)
+    assert metrics["policy/entropy_coef"] == pytest.approx(0.05)
     # A rollout without samples changes nothing that could become NaN.
     learner.update(replace(t, mask=torch.zeros_like(t.mask)), update=4)
     assert 0 < learner.mean_std < 1
