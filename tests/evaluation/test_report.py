@@ -16,7 +16,7 @@ import pytest
 
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.evaluation import episodes as evaluation
-from embodied_ppo.evaluation import report, video
+from embodied_ppo.evaluation import charts, report, video
 from embodied_ppo.evaluation.episodes import EVAL_SEED_BASE, Episode, EvaluationResult
 from embodied_ppo.evaluation.prompt_evaluation import Answer, PromptEvaluationResult
 from embodied_ppo.rollout.generation.sampling import Sampling
@@ -168,7 +168,7 @@ def test_page_shows_the_numbers_of_the_json(page: Path) -> None:
     content = json.loads((page.parent / "report.json").read_text())
     low, high = content["tasks"]["CartPole-v1"]["return"]["ci95"]
     assert "Success rate 75.0%" in text and "95% CI 59.8% to 85.8%, 30 of 40" in text
-    assert f"95% CI {report.number(low)} to {report.number(high)}" in text
+    assert f"95% CI {charts.number(low)} to {charts.number(high)}" in text
     assert "1073741824 to 1073741863" in text
     assert "disjoint from training, whose seeds are below 1073741824" in text
     assert "39 distinct first observations in 40 episodes" in text
