@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from embodied_ppo.data.prompts import Prompt
-from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation import charts, report, video
+from embodied_ppo.evaluation import episodes as evaluation
 from embodied_ppo.evaluation.episodes import EVAL_SEED_BASE, Episode, EvaluationResult
 from embodied_ppo.evaluation.prompt_evaluation import Answer, PromptEvaluationResult
 from embodied_ppo.rollout.generation.sampling import Sampling
