@@ -484,7 +484,7 @@ def _end_with(parent: int, work: str) -> None:
     os.killpg(os.getpid(), signal.SIGKILL)
 
 
-# Argument of a compiling process that lets torch find the instructions that the compiler knows.
+# Argument of a compiling process that lets torch find the instructions that the compiler supports.
 TEST_COMPILER = "--test-compiler"
 
 
