@@ -253,7 +253,7 @@ class ActorCritic(nn.Module):
     def encode(self, obs: Obs) -> dict[str, Any]:
         """See ``Policy.encode``. Observations that only the critic reads may be missing."""
         inputs: dict[str, Any] = self.encoder(obs)
-        critic, named = self.critic_encoder, tree.named(obs)
+        critic, named = self.critic_encoder, obs if isinstance(obs, dict) else {}
         if critic is not None and critic.names <= named.keys():
             inputs[CRITIC] = critic(obs)
         if self.memory_size:

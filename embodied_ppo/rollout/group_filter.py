@@ -75,8 +75,6 @@ def join_passes(
         groups = [x.unflatten(1, (-1, group_size)) for x in parts]  # [T, G, g, ..]
         return torch.stack(groups, 2).flatten(1, 3)
 
-    if len(passes) == 1:
-        return passes[0]
     trajectories, metrics = zip(*passes, strict=True)
     of_episodes = {k: x for k, x in metrics[-1].items() if k.startswith(EPISODE_METRICS)}
     return tree.map(join, *trajectories), add_metrics(metrics) | of_episodes

@@ -58,9 +58,12 @@ def collect_passes(rollouts: Sequence[Rollout], horizon: int, **index: int) -> l
 
     Arguments as of ``Rollout.collect``.
     """
-    passes = []
-    for i in range(rollouts[0].passes):
-        passes.append(interleave([r.collecting(horizon, repeat=i, **index) for r in rollouts]))
+    passes = [
+        interleave([r.collecting(horizon, repeat=i, **index) for r in rollouts])
+        for i in range(rollouts[0].passes)
+    ]
+    if len(passes) == 1:
+        return passes[0]
     return [join_passes(parts, rollouts[0].group_size) for parts in zip(*passes, strict=True)]
 
 
