@@ -265,3 +265,13 @@ class Team:
 
 
 INSTANCE, TEXT = Modern(), "text"
+
+
+class Constructed(OldGym):
+    """Its constructor alone takes a seed."""
+
+    seed = None  # type: ignore[assignment]
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(seed)

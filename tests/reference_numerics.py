@@ -104,9 +104,7 @@ def rloo(score, group_size):
 
 def standardise(x, mask):
     """Return (x - mean) / sqrt(variance + 1e-8), unbiased, over unmasked [T][N]; 0 elsewhere."""
-    kept = [
-        v for row, keep in zip(x, mask, strict=True) for v, k in zip(row, keep, strict=True) if k
-    ]
+    kept = [v for row, m in zip(x, mask, strict=True) for v, k in zip(row, m, strict=True) if k]
     mean, scale = fmean(kept), math.sqrt(variance(kept) + 1e-8)
     return [
         [(v - mean) / scale if k else 0.0 for v, k in zip(row, keep, strict=True)]

@@ -179,9 +179,7 @@ def test_numerics_read_no_option_and_no_device(name: str):
     assert not [
         target for target, _, _ in own_imports(name) if target.startswith("embodied_ppo.options")
     ]
-    assert "cuda" not in {
-        node.attr for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)
-    }
+    assert "cuda" not in {n.attr for n in ast.walk(tree(name)) if isinstance(n, ast.Attribute)}
 
 
 @pytest.mark.parametrize("name", [name for name in modules() if name.startswith("embodied_envs")])

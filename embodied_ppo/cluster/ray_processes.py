@@ -11,19 +11,8 @@ from typing import Any
 import ray
 
 from embodied_envs.types import EnvInfo
+from embodied_ppo.cluster import ray_worker
 from embodied_ppo.cluster.ray_reservation import START_TIMEOUT_S, Reservation
-from embodied_ppo.cluster.ray_worker import (
-    LOOPBACK,
-    Address,
-    Pending,
-    RayWorker,
-    RayWorkerActor,
-    Reply,
-    WorkerConnections,
-    WorkerHandle,
-    end,
-    wait,
-)
 from embodied_ppo.cluster.worker import Worker, WorkerSpec
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.placement import REQUESTS, Group, Plan
@@ -52,7 +41,7 @@ class ClusterProcesses:
             PlacementError: The devices are not available.
         """
         self.plan, self.options = plan, options
-        self.by_group: dict[Group, list[WorkerHandle]] = {}
+        self.by_group: dict[Group, list[ray_worker.WorkerHandle]] = {}
         self.reservation = Reservation(plan, notice)
         try:
             self._start(threads)
@@ -61,7 +50,7 @@ class ClusterProcesses:
             raise
 
     @property
-    def handles(self) -> list[WorkerHandle]:
+    def handles(self) -> list[ray_worker.WorkerHandle]:
         """Return all processes."""
         return [h for handles in self.by_group.values() for h in handles]
 
@@ -69,33 +58,33 @@ class ClusterProcesses:
         """Start the processes, and collect their addresses."""
         options, gpu = self.options, self.plan.hardware.kind == "cuda"
         self.secret = secrets.token_hex(16)
-        opened = list[tuple[Group, Pending[Any]]]()
+        opened = list[tuple[Group, ray_worker.Pending[Any]]]()
         served = {role for caller in REQUESTS for role in self.plan.remote_roles(caller)}
         single_node = len(self.plan.hardware.per_node) == 1
         for group in self.plan.groups:
             for rank, devices in enumerate(group.ranks):
                 name = f"{group.name} rank {rank}"
-                actor = RayWorkerActor.options(
+                actor = ray_worker.RayWorkerActor.options(
                     num_cpus=0 if gpu else SHARE,
                     num_gpus=SHARE if gpu else 0,
                     scheduling_strategy=self.reservation.strategy(devices[0]),
                     max_restarts=0,
                 ).remote(name, threads)
                 # Each process opens its sockets and reports their addresses.
-                call = WorkerHandle(actor, name).start(
-                    RayWorker.open,
-                    LOOPBACK if single_node else None,
+                call = ray_worker.WorkerHandle(actor, name).start(
+                    ray_worker.RayWorker.open,
+                    ray_worker.LOOPBACK if single_node else None,
                     self.secret,
                     options.step_timeout_s,
                     serves=not served.isdisjoint(group.roles),
                     hosts_store="actor" in group.roles and rank == 0,
                 )
                 opened.append((group, call))
-        replies = wait([call for _, call in opened], "start", START_TIMEOUT_S)
-        self.addresses: dict[str, Address] = {}
+        replies = ray_worker.wait([call for _, call in opened], "start", START_TIMEOUT_S)
+        self.addresses: dict[str, ray_worker.Address] = {}
         self.devices: dict[str, tuple[int, ...]] = {}
         for (group, call), endpoints in zip(opened, replies, strict=True):
-            handle = WorkerHandle(
+            handle = ray_worker.WorkerHandle(
                 call.handle.actor, call.handle.name, endpoints.pid, endpoints.node
             )
             self.devices[handle.name] = group.ranks[len(self.by_group.setdefault(group, []))]
@@ -103,7 +92,7 @@ class ClusterProcesses:
             if endpoints.exchange is not None:
                 self.addresses[handle.name] = endpoints.exchange
             if endpoints.store is not None:
-                self.store: Address = endpoints.store
+                self.store: ray_worker.Address = endpoints.store
 
     def check_files(self, run_dir: Path) -> None:
         """Check that processes on other nodes can read the run directory. Raises PlacementError.
@@ -122,8 +111,8 @@ class ClusterProcesses:
             folder = folder.parent
         try:
             with tempfile.NamedTemporaryFile(dir=folder, prefix=".embodied_ppo-") as file:
-                calls = [h.start(RayWorker.file_exists, file.name) for h in handles]
-                visible = wait(calls, "start", START_TIMEOUT_S)
+                calls = [h.start(ray_worker.RayWorker.file_exists, file.name) for h in handles]
+                visible = ray_worker.wait(calls, "start", START_TIMEOUT_S)
         except OSError as error:
             raise PlacementError(
                 f"run_dir={run_dir}: cannot be written ({error.strerror}); name another"
@@ -135,9 +124,9 @@ class ClusterProcesses:
                     " file system (same path on all machines)"
                 )
 
-    def _servers(self, caller: str, rank: int) -> dict[str, list[WorkerHandle]]:
+    def _servers(self, caller: str, rank: int) -> dict[str, list[ray_worker.WorkerHandle]]:
         """Role -> other processes with it that rank ``rank`` of ``caller`` sends requests to."""
-        servers, count = dict[str, list[WorkerHandle]](), self.plan.processes(caller)
+        servers, count = dict[str, list[ray_worker.WorkerHandle]](), self.plan.processes(caller)
         for role in self.plan.remote_roles(caller):
             handles, n = self.by_group[self.plan.group(role)], self.plan.processes(role)
             first = rank * n // count
@@ -145,14 +134,14 @@ class ClusterProcesses:
         return servers
 
     def serve(
-        self, callers: Sequence[WorkerHandle], *roles: str, during: str = ""
-    ) -> list[Pending[Reply[None]]]:
+        self, callers: Sequence[ray_worker.WorkerHandle], *roles: str, during: str = ""
+    ) -> list[ray_worker.Pending[ray_worker.Reply[None]]]:
         """Have processes of these roles serve ``callers`` until those have finished.
 
         A worker runs one call at a time. It therefore cannot serve requests unless this call is
         started, and a process that sends requests must not be one of its own servers.
         """
-        callers_of: dict[WorkerHandle, set[WorkerHandle]] = {}
+        callers_of: dict[ray_worker.WorkerHandle, set[ray_worker.WorkerHandle]] = {}
         for caller in REQUESTS:
             for rank, handle in enumerate(self.by_group[self.plan.group(caller)]):
                 if handle in callers:
@@ -164,7 +153,7 @@ class ClusterProcesses:
 
     def connections(
         self, group: Group, rank: int, env_info: EnvInfo | None, offloads: bool
-    ) -> WorkerConnections:
+    ) -> ray_worker.WorkerConnections:
         """Return the spec of one process, and the addresses of processes that it works with.
 
         Args:
@@ -183,7 +172,7 @@ class ClusterProcesses:
         if not self.plan.has("env"):
             process_groups["rollouts"] = "rollout"
         gathers_to_act = self.options.shard and {"rollout", "actor"} <= {*group.roles}
-        return WorkerConnections(
+        return ray_worker.WorkerConnections(
             WorkerSpec(
                 group.roles,
                 ranks,
@@ -201,6 +190,6 @@ class ClusterProcesses:
 
     def close(self) -> None:
         """End all processes, and free the devices."""
-        end(self.handles, CLOSE_TIMEOUT_S)
+        ray_worker.end(self.handles, CLOSE_TIMEOUT_S)
         self.by_group = {}
         self.reservation.close()

@@ -22,15 +22,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeAlias, TypeVar
 import ray
 import torch
 import torch.distributed as dist
-from ray.exceptions import (
-    ActorUnavailableError,
-    GetTimeoutError,
-    ObjectStoreFullError,
-    OutOfDiskError,
-    RayActorError,
-    RayError,
-    RayTaskError,
-)
+from ray import exceptions
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -429,7 +421,7 @@ def wait(
         for ref in ready:
             try:
                 results[ref] = ray.get(ref)
-            except RayError as error:
+            except exceptions.RayError as error:
                 raise _root_cause(error, handles[ref], pending, handles, phase) from None
         # A result that arrives at the deadline still counts.
         if remaining_s <= 0 and not ready:
@@ -438,7 +430,7 @@ def wait(
 
 
 def _root_cause(
-    error: RayError,
+    error: exceptions.RayError,
     handle: WorkerHandle,
     pending: Sequence[Any],
     handles: Mapping[Any, WorkerHandle],
@@ -458,14 +450,14 @@ def _root_cause(
         for ref in ready:
             try:
                 ray.get(ref)
-            except RayError as other:
+            except exceptions.RayError as other:
                 errors.append((other, handles[ref]))
     # Prefer the first error that is a cause. If all are consequences, report the oldest one.
     error, handle = next((pair for pair in errors if not _is_consequence(pair[0])), errors[0])
     return _translated(error, handle, phase)
 
 
-def _is_consequence(error: RayError) -> bool:
+def _is_consequence(error: exceptions.RayError) -> bool:
     """Return whether an error only reports that a peer has ended or is late.
 
     These are messages of channels and gloo, and errors of torch's store, over which groups of
@@ -474,16 +466,16 @@ def _is_consequence(error: RayError) -> bool:
     # Only an error raised by a task can be a consequence; the end of an actor counts as a cause.
     text = str(error)
     gone = "the process is gone" in text or "gloo/transport" in text
-    return isinstance(error, RayTaskError) and (
+    return isinstance(error, exceptions.RayTaskError) and (
         gone or isinstance(error.cause, dist.DistStoreError)
     )
 
 
-def _translated(error: RayError, handle: WorkerHandle, phase: str) -> Exception:
+def _translated(error: exceptions.RayError, handle: WorkerHandle, phase: str) -> Exception:
     """Return an error of Ray as one of this package, with process and phase."""
-    if isinstance(error, RayTaskError):
+    if isinstance(error, exceptions.RayTaskError):
         cause: Any = error.cause
-        if isinstance(cause, (ObjectStoreFullError, OutOfDiskError)):
+        if isinstance(cause, (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)):
             return TrainingError(f"{handle}, {phase}: {STORE_FULL}")
         if isinstance(cause, SELF_EXPLANATORY):
             text = str(cause)
@@ -502,17 +494,17 @@ def _translated(error: RayError, handle: WorkerHandle, phase: str) -> Exception:
         header = f"{handle}, {phase}: {one_line(cause, kind=True)}"
         return TrainingError("\n".join([header, *lines[-15:]]))
     # The process or its node has ended.
-    if isinstance(error, RayActorError):
+    if isinstance(error, exceptions.RayActorError):
         return ProcessLost(f"process lost: {handle}, {phase}: {_reason(error)}")
     # Other errors of Ray, such as an object that was lost with its node.
     return ProcessLost(f"{handle}, {phase}: {one_line(error, kind=True)[:400]}")
 
 
-def _reason(error: RayActorError) -> str:
+def _reason(error: exceptions.RayActorError) -> str:
     """Return the lines of Ray's message that contain the reason."""
     text = str(error)
     node_lost = "node has died" in text or "node has crashed" in text
-    if isinstance(error, ActorUnavailableError) or node_lost:
+    if isinstance(error, exceptions.ActorUnavailableError) or node_lost:
         return NODE_LOST
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Ray's message is long; keep the sentences about the end of the process.
@@ -535,7 +527,7 @@ def _timed_out(handles: Sequence[WorkerHandle], phase: str, timeout_s: float) ->
     for call in calls:
         try:
             lines.append(f"--- {call.handle}\n{ray.get(call.ref, timeout=5.0)}")
-        except (GetTimeoutError, RayError):
+        except (exceptions.GetTimeoutError, exceptions.RayError):
             lines.append(
                 f"--- {call.handle}: no stacks either (the process is stopped, or the machine is"
                 " overloaded)"

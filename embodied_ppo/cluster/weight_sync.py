@@ -93,9 +93,7 @@ def weight_tensors(policy: nn.Module, *, frozen: bool = False) -> dict[str, Tens
         policy: The model.
         frozen: Include parameters that are not trained.
     """
-    parameters = {
-        name: p.detach() for name, p in policy.named_parameters() if frozen or p.requires_grad
-    }
+    parameters = {k: p.detach() for k, p in policy.named_parameters() if frozen or p.requires_grad}
     return parameters | dict(policy.named_buffers())
 
 

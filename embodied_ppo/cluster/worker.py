@@ -16,16 +16,9 @@ from torch import Tensor, nn
 
 from embodied_envs.base import tree, watchdog
 from embodied_envs.types import EnvInfo
+from embodied_ppo.cluster import weight_sync
 from embodied_ppo.cluster.channels import Client, Server
 from embodied_ppo.cluster.offload import TensorOffloader
-from embodied_ppo.cluster.weight_sync import (
-    SharedWeightBuffer,
-    WeightBuffer,
-    WeightLayout,
-    finish_work,
-    open_shared_buffer,
-    weight_tensors,
-)
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Learner, Metrics, Trajectory
 from embodied_ppo.options.placement import ALL, REQUESTS, WEIGHTS
@@ -108,8 +101,8 @@ class Worker:
     experience: dict[int, Trajectory] = field(default_factory=dict, init=False)
     # Update -> state of the rollout before it was collected; filled where ``one_state``.
     _positions: dict[int, Mapping[str, Any]] = field(default_factory=dict, init=False)
-    _buffer: WeightBuffer | None = field(default=None, init=False)
-    _exported_buffer: SharedWeightBuffer | None = field(default=None, init=False)
+    _buffer: weight_sync.WeightBuffer | None = field(default=None, init=False)
+    _exported_buffer: weight_sync.SharedWeightBuffer | None = field(default=None, init=False)
     _imported_buffer: tuple[Any, Tensor] | None = field(default=None, init=False)
     _offloader: TensorOffloader | None = field(default=None, init=False)
 
@@ -125,7 +118,7 @@ class Worker:
         return next(self.module.parameters()).device
 
     @property
-    def weight_buffer(self) -> WeightBuffer:
+    def weight_buffer(self) -> weight_sync.WeightBuffer:
         """Return the buffer that ``prepare_weight_sync`` has created."""
         assert self._buffer is not None
         return self._buffer
@@ -239,11 +232,13 @@ class Worker:
             client.finish()
 
     # -------------------------------------------------------------------------------------- weights
-    def weight_layout(self, *, frozen: bool) -> WeightLayout:
+    def weight_layout(self, *, frozen: bool) -> weight_sync.WeightLayout:
         """Return the layout of the tensors to synchronise, with or without frozen parameters."""
-        return WeightLayout.of(weight_tensors(self.module, frozen=frozen))
+        return weight_sync.WeightLayout.of(weight_sync.weight_tensors(self.module, frozen=frozen))
 
-    def prepare_weight_sync(self, layout: WeightLayout, process: str, *, frozen: bool) -> int:
+    def prepare_weight_sync(
+        self, layout: weight_sync.WeightLayout, process: str, *, frozen: bool
+    ) -> int:
         """Send or receive tensors of this layout from now on.
 
         Args:
@@ -257,10 +252,10 @@ class Worker:
         Raises:
             PlacementError: The tensors of this process have other names or shapes.
         """
-        tensors = weight_tensors(self.module, frozen=frozen)
+        tensors = weight_sync.weight_tensors(self.module, frozen=frozen)
         # The buffer has the sender's layout. Names and shapes must agree; dtypes are converted.
-        WeightLayout.of(tensors).check(layout, process)
-        self._buffer = WeightBuffer(tensors, layout, self.spec.learners)
+        weight_sync.WeightLayout.of(tensors).check(layout, process)
+        self._buffer = weight_sync.WeightBuffer(tensors, layout, self.spec.learners)
         # Buffers of an earlier layout may have another size.
         self._exported_buffer = self._imported_buffer = None
         return layout.total
@@ -299,7 +294,7 @@ class Worker:
         """Write the weights to memory that processes on this device can map; return its handle."""
         if self._exported_buffer is None:
             size = self.weight_buffer.layout.total
-            self._exported_buffer = SharedWeightBuffer(size, self.device)
+            self._exported_buffer = weight_sync.SharedWeightBuffer(size, self.device)
         self.weight_buffer.pack(self._exported_buffer.flat)
         return self._exported_buffer.handle()
 
@@ -307,10 +302,10 @@ class Worker:
         """Load the weights from the memory that ``export_ipc`` of another process has written."""
         # The sender reuses its buffer, so one mapping serves all versions with an equal handle.
         if self._imported_buffer is None or self._imported_buffer[0] != handle:
-            self._imported_buffer = handle, open_shared_buffer(handle, self.device)
+            self._imported_buffer = handle, weight_sync.open_shared_buffer(handle, self.device)
         self.weight_buffer.unpack(self._imported_buffer[1])
         # The sender may overwrite the buffer when this method has returned.
-        finish_work(self.device)
+        weight_sync.finish_work(self.device)
         self._set_version(version)
 
     def broadcast(self, version: int) -> None:
@@ -450,5 +445,5 @@ def broadcast_weights(module: nn.Module, ranks: Ranks) -> None:
     """Copy the weights of rank 0, frozen ones included, to all ranks."""
     if ranks.world > 1:
         with torch.no_grad():
-            for x in weight_tensors(module, frozen=True).values():
+            for x in weight_sync.weight_tensors(module, frozen=True).values():
                 x.copy_(ranks.all_gather(x)[0])

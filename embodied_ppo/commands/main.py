@@ -16,15 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from embodied_envs.base.errors import (
-    CheckpointError,
-    ConfigError,
-    EnvError,
-    TrainingError,
-    choose,
-    fit_message,
-    one_line,
-)
+from embodied_envs.base import errors
 from embodied_ppo import __version__
 from embodied_ppo.commands import supervisor
 from embodied_ppo.commands.arguments import Parser, describe_own_options
@@ -96,7 +88,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"{REMOVED[name]}: {name} was removed")
     if name not in COMMANDS:
         kind = "flag" if name.startswith("-") else "command"
-        raise UsageError(f"{name}: no such {kind}; {choose(name, COMMANDS, 'commands: ')}")
+        raise UsageError(f"{name}: no such {kind}; {errors.choose(name, COMMANDS, 'commands: ')}")
     # Only one module is imported, because --help must be fast.
     command = importlib.import_module(f"embodied_ppo.commands.{name.replace('-', '_')}")
     own, (summary, example) = describe_own_options(name), _description(name)
@@ -184,17 +176,21 @@ def _report(error: Exception) -> int:
             f"shorten the path {path}: it is too long"
             f" ({reason if longest > 255 else error.strerror})"
         )
-    if isinstance(error, (UsageError, ConfigError, PlacementError, CheckpointError, EnvError)):
-        print(fit_message(f"error: {one_line(error)}"), file=sys.stderr)
+    if isinstance(
+        error,
+        (UsageError, errors.ConfigError, PlacementError, errors.CheckpointError, errors.EnvError),
+    ):
+        print(errors.fit_message(f"error: {errors.one_line(error)}"), file=sys.stderr)
         return REFUSED
     if _out_of_memory(error):
-        error = TrainingError(
-            f"out of memory ({one_line(error, kind=True)}); embodied-ppo plan shows what a run "
-            "needs; lower env.num_envs or algorithm.horizon"
+        cause = errors.one_line(error, kind=True)
+        error = errors.TrainingError(
+            f"out of memory ({cause}); embodied-ppo plan shows what a run needs; lower env.num_envs"
+            " or algorithm.horizon"
         )
-    if not isinstance(error, TrainingError):
+    if not isinstance(error, errors.TrainingError):
         traceback.print_exception(error)
-        error = RuntimeError(one_line(error, kind=True))
+        error = RuntimeError(errors.one_line(error, kind=True))
     # The log has the other lines, such as stacks of other processes.
     first_line = str(error).partition("\n")[0]
     print(f"error: {first_line}", file=sys.stderr)

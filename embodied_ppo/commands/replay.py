@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arguments.add_runs(
         parser,
         "RUN update=N out=DIR",
-        "the run, the update (from 1), and the folder for update_N.pt and update_N.json",
+        "the run, the update (from 1), and the folder for update_N.pt",
     )
 
 

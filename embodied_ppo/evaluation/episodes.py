@@ -271,6 +271,9 @@ def evaluate(
             if env is not None:
                 env.close()
     assert env is not None, "episodes and num_envs are at least 1"
+    if any(e.success is not None for e in results):  # some infos have it in successes only
+        flags = [(bool(e.success), bool(e.success_at_end)) for e in results]
+        results = [replace(e, success=a, success_at_end=b) for e, (a, b) in zip(results, flags)]
     return EvaluationResult(env.id, seed, deterministic, tuple(results), temperature, len(diverged))
 
 

@@ -254,7 +254,7 @@ def command_errors(episodes: Sequence[Episode]) -> dict[str, list[dict[str, Any]
     interval (null for one episode). A command with one value has one range.
     """
     errors = {}
-    for name in dict.fromkeys(name for e in episodes for name in e.tracking):
+    for name in dict.fromkeys(k for e in episodes for k, row in e.tracking.items() if row):
         rows = [e.tracking.get(name, ()) for e in episodes]
         values = [value for row in rows for value, _, _ in row]
         low, width = min(values), (max(values) - min(values)) / COMMAND_RANGES

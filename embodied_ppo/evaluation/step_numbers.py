@@ -31,7 +31,7 @@ class StepNumbers:
             if name != command and (error := info.get(f"error_{command}")) is not None:
                 # Over the executed actions of a chunk; the others are NaN.
                 errors = error.double().cpu().reshape(self.n, -1).nanmean(1)
-                row = [values[:, 0], errors, counted.double()]
+                row = [values[:, 0], errors, (counted & errors.isfinite()).double()]
                 self._commands.setdefault(command, []).append(torch.stack(row))
                 continue
             valid = values.isfinite() & counted[:, None]

@@ -270,9 +270,7 @@ class LanguageCritic(InferenceModule, Adapted):
     def copy_body(self, policy: Mapping[str, Tensor]) -> None:
         """Copy all weights except the head from the state_dict of a ``LanguagePolicy``."""
         prefix = "model.model."
-        body = {
-            name.removeprefix(prefix): x for name, x in policy.items() if name.startswith(prefix)
-        }
+        body = {k.removeprefix(prefix): x for k, x in policy.items() if k.startswith(prefix)}
         self.decoder.base.load_state_dict(body)
 
     def units(self) -> list[nn.Module]:

@@ -24,15 +24,8 @@ from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.errors import RolloutMismatch
 from embodied_ppo.core.types import MEAN_SHIFT, Samples, UpdateObserver
 from embodied_ppo.options.schema import AlgorithmConfig
-from embodied_ppo.ppo import agreement, losses, schedules
+from embodied_ppo.ppo import agreement, losses, minibatches, schedules
 from embodied_ppo.ppo.compiled_step import STEP_STATISTICS, CompiledStep
-from embodied_ppo.ppo.minibatches import (
-    MinibatchLoss,
-    SampleCutter,
-    TokenBudgetCutter,
-    merge_statistics,
-    take,
-)
 from embodied_ppo.ppo.roles import OptimizationStats
 
 
@@ -45,10 +38,10 @@ class MinibatchOptimizer:
 
     def __init__(
         self,
-        loss: MinibatchLoss,
+        loss: minibatches.MinibatchLoss,
         groups: Mapping[str, list[nn.Parameter]],
         config: AlgorithmConfig,
-        cutter: SampleCutter | TokenBudgetCutter,
+        cutter: minibatches.SampleCutter | minibatches.TokenBudgetCutter,
         *,
         updates: int,
         seed: int,
@@ -211,7 +204,7 @@ class MinibatchOptimizer:
             row = self._compiled_step(index)
         else:
             # Accumulate the gradients of the micro-batches, clip them, take the step.
-            minibatch = take(self._batch, index, self.config.minibatch_unit)
+            minibatch = minibatches.take(self._batch, index, self.config.minibatch_unit)
             ranks, trained = self.ranks, [*self.actor, *self.critic]
             self.adamw.zero_grad(set_to_none=True)
             # Divide by the counts of the minibatch of all ranks: the gradient then depends neither
@@ -234,7 +227,7 @@ class MinibatchOptimizer:
                 value, stats = loss(replace(micro, **counts))
                 value.backward()  # adds to the gradients of the micro-batches before
                 stats = stats | {"loss": value.detach()}
-                total = merge_statistics(total, stats) if total else stats
+                total = minibatches.merge_statistics(total, stats) if total else stats
             if not total:  # every column of this rank is masked
                 zero = torch.zeros((), dtype=torch.float64, device=rows.device)
                 total = dict.fromkeys((*self.loss.names, "loss"), zero)
@@ -302,7 +295,7 @@ class MinibatchOptimizer:
         unit, cause = self.config.minibatch_unit, agreement.UNKNOWN
         samples = self._batch.mask.shape[1 if unit == "column" else 0]
         index = torch.arange(min(samples, agreement.SAMPLES[unit]), device=self._batch.mask.device)
-        parts = self.cutter.micro_batches(take(self._batch, index, unit), self.ranks)
+        parts = self.cutter.micro_batches(minibatches.take(self._batch, index, unit), self.ranks)
         if not self.ranks.sharded and (part := next(iter(parts), None)) is not None:
             states = zip(self._named_buffers.items(), self._versions, strict=False)
             changed = [name for (name, x), version in states if x._version != version]
@@ -390,9 +383,7 @@ class MinibatchOptimizer:
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the result of ``state``; the options of AdamW remain those of the config."""
         # A resumed run may change lr or weight_decay, which the state also contains.
-        options = [
-            {k: v for k, v in group.items() if k != "params"} for group in self.adamw.param_groups
-        ]
+        options = [{k: v for k, v in g.items() if k != "params"} for g in self.adamw.param_groups]
         parameters, saved = [*self.actor, *self.critic], state["optimizer"]
         # A checkpoint contains full tensors, of which this rank keeps its shards.
         moments = {

@@ -14,16 +14,8 @@ from typing import Any
 
 import yaml
 
-from embodied_envs.base import watchdog
+from embodied_envs.base import errors, watchdog
 from embodied_envs.base.compilation import highest_matmul_precision
-from embodied_envs.base.errors import (
-    CheckpointError,
-    ConfigError,
-    EnvError,
-    ProcessLost,
-    TrainingError,
-    show_path,
-)
 from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.guarded_files import replace_file
 from embodied_ppo.evaluation import report
@@ -84,7 +76,7 @@ class OpenRun:
             checkpoint.DIGEST: self.log.digest.record(),
         }
 
-    def rebuild(self, error: ProcessLost) -> None:
+    def rebuild(self, error: errors.ProcessLost) -> None:
         """Rebuild the system from the newest checkpoint after the loss of a process.
 
         Raises the error after more than cluster.max_restarts losses.
@@ -111,7 +103,7 @@ class OpenRun:
                 self.log.rewind(self.completed_updates)
                 self.log.say(f"continuing after update {self.completed_updates}")
                 return
-            except ProcessLost as another:
+            except errors.ProcessLost as another:
                 # Another process was lost while the system was built: try again within the limit.
                 error = another
 
@@ -247,7 +239,7 @@ def open_run(spec: RunSpec, messages: Messages, bar: Progress) -> Iterator[OpenR
             if error.errno not in DISK:
                 raise
             fact = f"run_dir={spec.run_dir}: cannot be written ({error.strerror})"
-            raise ConfigError(f"{fact}; free space, or name another") from error
+            raise errors.ConfigError(f"{fact}; free space, or name another") from error
         built_spec, sessions = replace(spec, task=task), _sessions(spec)
         run = OpenRun(built_spec, built, log, sessions, spec.completed_updates, messages, stack)
         # KeyboardInterrupt and SystemExit are no ``Exception`` and leave this status.
@@ -293,21 +285,21 @@ def _raise_failure(error: Exception, run_dir: Path) -> None:
     """
     if isinstance(error, RunRefused):
         raise error
-    if isinstance(error, (ConfigError, CheckpointError, EnvError)):
-        raise TrainingError(str(error)) from error
+    if isinstance(error, (errors.ConfigError, errors.CheckpointError, errors.EnvError)):
+        raise errors.TrainingError(str(error)) from error
     if isinstance(error, OSError) and not run_dir.exists():
         hint = "leave the directory of a run in place while it trains"
-        raise TrainingError(f"{hint}: {show_path(run_dir)} was removed") from error
+        raise errors.TrainingError(f"{hint}: {errors.show_path(run_dir)} was removed") from error
     # A broken or full disk, and every error of a file of the run.
     file = Path(str(getattr(error, "filename", "")))
     if isinstance(error, OSError) and (
         error.errno in DISK or file.absolute().is_relative_to(run_dir.absolute())
     ):
         saved = checkpoint.steps(run_dir / "checkpoints")
-        next_command = f"resume={show_path(run_dir)}" if saved else "the same command"
-        raise TrainingError(
+        next_command = f"resume={errors.show_path(run_dir)}" if saved else "the same command"
+        raise errors.TrainingError(
             f"free space, then continue with {next_command}:"
-            f" {show_path(error.filename or run_dir)} cannot be written ({error.strerror})"
+            f" {errors.show_path(error.filename or run_dir)} cannot be written ({error.strerror})"
         ) from error
     raise error
 

@@ -153,7 +153,7 @@ def compare_lines(
         raise ConfigError("episodes=1: an interval needs at least 2 episodes; write episodes=100")
     options = replace(options, video=False)
     methods = _methods(paths)
-    _check_same_tasks(methods)
+    _check_same_tasks(methods, options.data)
     out = Path(options.out or Path("comparisons") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     run_directory.check_writable(out)
     progress = Progress(quiet)
@@ -246,10 +246,13 @@ def _set_labels(methods: Sequence[ComparedMethod]) -> None:
             method.label = f"{label} ({number})"
 
 
-def _check_same_tasks(methods: Sequence[ComparedMethod]) -> None:
-    """Raise ConfigError if modes or tasks differ; other options are in the table."""
-    for path in ("mode", "env.id"):
-        values = [", ".join(sorted({str(x.options.get(path)) for x in m.runs})) for m in methods]
+def _check_same_tasks(methods: Sequence[ComparedMethod], data: Sequence[str]) -> None:
+    """Raise ConfigError if modes, tasks or, without ``data``, the data of evaluation differ."""
+    several = any(len(method.by_task()) > 1 for method in methods)
+    for path in ("mode", "env.id", *(() if data else ("data.task", "data.eval"))):
+        by_task = several and path == "env.id"
+        names = [{x.task if by_task else str(x.options.get(path)) for x in m.runs} for m in methods]
+        values = [", ".join(sorted(part)) for part in names]
         for method, value in zip(methods, values, strict=True):
             if value != values[0]:
                 raise ConfigError(
@@ -297,24 +300,25 @@ def _evaluated_files(trained_run: ComparedRun, options: EvaluateConfig) -> list[
 def _set_scores(methods: Sequence[ComparedMethod], metric: str) -> None:
     """Set the scores of each method. Raises ConfigError if the number of episodes differs.
 
-    Where responses could not be graded, only prompts with a score of every run are paired.
+    Prompts are paired by their text, or by place where the chat templates of the runs differ. Where
+    responses could not be graded, only prompts with a score of every run are paired.
     """
     reports = [content for method in methods for content in method.reports]
     failed = any(content.get("numbers", {}).get("grader_failures") for content in reports)
-    graded = set.intersection(*(set(_scores(content, metric)) for content in reports))
-    count = None
+    common = set.intersection(*(set(_scores(content, metric)) for content in reports))
+    order = [key for key in _scores(reports[0], metric) if key in common]
+    expected = len(order) if order or failed else len(_scores(reports[0], metric))
     for method in methods:
-        scores = [_scores(content, metric).items() for content in method.reports]
-        rows = [[x for key, x in row if not failed or key in graded] for row in scores]
+        rows = [_scores(content, metric) for content in method.reports]
         for trained_run, row in zip(method.runs, rows, strict=True):
-            count = count or len(row)
-            if len(row) != count or count < 2:
+            count = expected if failed else len(row)
+            if count != expected or count < 2:
                 raise ConfigError(
-                    f"{trained_run.path}: has {len(row)} episodes or prompts, and"
-                    f" {methods[0].runs[0].path} has {count}; compare runs with the same data of"
+                    f"{trained_run.path}: has {count} episodes or prompts, and {expected} are to be"
+                    f" paired with {methods[0].runs[0].path}; compare runs with the same data of"
                     " evaluation"
                 )
-        method.scores = np.array(rows)
+        method.scores = np.array([[row[key] for key in order or row] for row in rows])
 
 
 def _scores(content: Mapping[str, Any], metric: str) -> dict[Any, float]:
@@ -329,9 +333,7 @@ def _scores(content: Mapping[str, Any], metric: str) -> dict[Any, float]:
 
 # ---------------------------------------------------------------------------------------- results
 def _content(
-    methods: Sequence[ComparedMethod],
-    metric: str,
-    options: EvaluateConfig,
+    methods: Sequence[ComparedMethod], metric: str, options: EvaluateConfig
 ) -> dict[str, Any]:
     """Return the content of comparison.json."""
     binary = metric == "success" and all(set(np.unique(a.scores)) <= {0.0, 1.0} for a in methods)

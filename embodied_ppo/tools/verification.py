@@ -21,15 +21,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from embodied_envs.base import errors
 from embodied_envs.base.compilation import highest_matmul_precision
-from embodied_envs.base.errors import (
-    CheckpointError,
-    ConfigError,
-    TrainingError,
-    join_names,
-    one_line,
-    show,
-)
 from embodied_ppo.api import Run, path_text, whole_number
 from embodied_ppo.core.devices import select_device
 from embodied_ppo.core.guarded_files import as_json, replace_file
@@ -82,10 +75,10 @@ def verify(
     seed = whole_number("seed", seed)
     run_dir = reexecution.run_directory(path_text(run))
     if (most or 0) < 0 or seed < 0:
-        raise ConfigError(f"updates={updates}, seed={seed}: must be at least 0")
+        raise errors.ConfigError(f"updates={updates}, seed={seed}: must be at least 0")
     folder = run_dir if out is None else Path(path_text(out, "out"))
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"out={folder}: is a file; name a directory")
+        raise errors.ConfigError(f"out={folder}: is a file; name a directory")
     with ExitStack() as stack:
         if os.access(run_dir, os.W_OK):
             stack.enter_context(run_directory.locked(run_dir, "RUN"))
@@ -103,7 +96,7 @@ class _Verification:
     def __init__(self, run_dir: Path, updates: int | None, seed: int, progress: Progress) -> None:
         steps = checkpoint.steps(run_dir / "checkpoints")
         if not steps:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{run_dir}: has no checkpoint (checkpoints/step_*), so no update can be"
                 " executed again; train with save_every > 0"
             )
@@ -139,7 +132,7 @@ class _Verification:
             "arithmetic": run_directory.arithmetic(config, device),
         }
         changed = [
-            f"{name} was {show(value)}, is {show(now[key].get(name))}"
+            f"{name} was {errors.show(value)}, is {errors.show(now[key].get(name))}"
             for key, settings in stored.items()
             for name, value in settings.items()
             if now[key].get(name) != value
@@ -211,7 +204,7 @@ class _Verification:
             return
         if not possible:
             stored = ", ".join(map(str, self.record.checkpoints))
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{self.run_dir}: no update can be executed again from the checkpoints (update"
                 f" {stored}): the updates before the first one belong to another run, or options"
                 " changed between two; train with a smaller save_every and a larger keep_last, or"
@@ -229,14 +222,16 @@ class _Verification:
                     reexecution.reexecute(self.run_dir, out, start=start, stop=stop)
                     different = reexecution.differing_metrics(self.run_dir, out)
                     different += self._state_differences(stop, out, result)
-                except TrainingError as error:
-                    location = f"the execution of {describe(start, stop)} failed: {one_line(error)}"
+                except errors.TrainingError as error:
+                    location = (
+                        f"the execution of {describe(start, stop)} failed: {errors.one_line(error)}"
+                    )
                     different = [Difference("checkpoints", location, start + 1)]
                 result["equal"] = not different
                 differences += different
         tensors = plural(sum(x["tensors"] for x in self.executions), "tensor")
         rows = plural(sum(stop - start for start, stop in chosen), "row")
-        intervals = join_names([describe(*x) for x in chosen])
+        intervals = errors.join_names([describe(*x) for x in chosen])
         detail = f"{intervals}: {tensors} and {rows} of metrics, bit for bit"
         self._check("execution", differences, detail)
 
@@ -264,7 +259,7 @@ class _Verification:
                 update = stored["update"]
                 stored["evaluation"]  # every version of reports has it
             except (OSError, ValueError, KeyError, TypeError) as error:
-                yield Difference(name, f"is no report ({one_line(error, kind=True)})")
+                yield Difference(name, f"is no report ({errors.one_line(error, kind=True)})")
                 continue
             if update not in self.record.configs:
                 self.notes.append(

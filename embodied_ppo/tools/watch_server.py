@@ -165,6 +165,8 @@ def _state(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
     for word in ("failed", "interrupted"):
         if lines and lines[-1].startswith(word):
             state, note = word, lines[-1].removeprefix(word)[:NOTE_LENGTH].lstrip(":; ")
+    if total is None and (run / "import.json").exists():  # a policy that is not trained yet
+        completed = completed or 0
     if state == "running" and completed is not None and (update or 0) >= completed >= (total or 0):
         state = "finished"
     return {

@@ -29,7 +29,6 @@ from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError, check_choice, check_names
 from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.physics.mujoco_env import MujocoEnv
-from embodied_envs.tasks.task import Task
 from embodied_envs.types import NO_LIMIT, ArraySpec, Step
 
 SIMULATORS = ("auto", "mujoco", "warp")
@@ -221,8 +220,7 @@ class TaskVectorEnv(_TaskSimulator, gymnasium.vector.VectorEnv):
         self.observation_space, self.action_space = (batch_space(x, num_envs) for x in single)
         self._next_step = mode == AutoresetMode.NEXT_STEP
         if self._next_step:
-            carries_over = type(self.worlds.task).carry_over is not Task.carry_over
-            if carries_over or self.simulator is not self.worlds:
+            if self.worlds.carries_over or self.simulator is not self.worlds:
                 self.simulator.close()
                 raise EnvError(
                     f"{task}: autoreset_mode=next_step is not available with action_chunk or"

@@ -31,10 +31,7 @@ class Residual(nn.Module):
         self.first = nn.Linear(size, width)
         self.blocks = nn.ModuleList(
             nn.Sequential(
-                nn.LayerNorm(width),
-                nn.Linear(width, width),
-                nn.SiLU(),
-                nn.Linear(width, width),
+                nn.LayerNorm(width), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width)
             )
             for _ in range(blocks)
         )

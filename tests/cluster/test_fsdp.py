@@ -196,9 +196,7 @@ def learner_of(
     *_, rollouts = _policy_and_experience(kind, folder, tuple(model.items()))
     values = {"global_batch_size": T * N // 2, "update_epoch": 1, "lr": 1e-3, **algorithm}
     c = loader.load(AlgorithmConfig, values)
-    parts = [
-        tree.map(lambda x: x.chunk(ranks.world, dim=1)[ranks.rank].clone(), t) for t in rollouts
-    ]
+    parts = [tree.map(lambda x: x.chunk(ranks.world, 1)[ranks.rank].clone(), t) for t in rollouts]
     return robot_ppo(policy, c, num_envs=N, updates=10, seed=0, ranks=ranks, **options), parts
 
 

@@ -241,9 +241,7 @@ def test_written_recipe_is_complete(capsys) -> None:
     options = ["experiment=arithmetic", "algorithm.adv_type=grpo", "algorithm.group_size=4"]
     options += ["device=cpu"]
     fit(capsys, *options, *ONE)
-    fitted, original = (
-        memory_fit.settings(config_of(*arguments)) for arguments in (FITTED, options)
-    )
+    fitted, original = (memory_fit.settings(config_of(*x)) for x in (FITTED, options))
     assert fitted == original and "critic" not in fitted
 
 

@@ -116,10 +116,8 @@ def test_the_layout_follows_lerobot(tmp_path) -> None:
     video = {k.removeprefix(prefix): x for k, x in row.items() if k.startswith(prefix)}
     assert video == {"chunk_index": 0, "file_index": 1, "from_timestamp": 0.25, "to_timestamp": 0.4}
     tasks = pq.read_table(tmp_path / "meta/tasks.parquet")
-    assert tasks.to_pylist() == [
-        {"task_index": 0, "task": "lift it"},
-        {"task_index": 1, "task": "put it down"},
-    ]
+    expected = [{"task_index": 0, "task": "lift it"}, {"task_index": 1, "task": "put it down"}]
+    assert tasks.to_pylist() == expected
     assert tasks.schema.pandas_metadata["index_columns"] == ["task"]
 
 

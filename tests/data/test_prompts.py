@@ -217,10 +217,8 @@ def test_unusual_line_ends(tmp_path) -> None:
     file = tmp_path / "odd.jsonl"
     rows = '{"prompt": "a\u2028b", "answer": "1"}', "", '{"prompt": "c", "answer": "2"}', ""
     file.write_bytes(("\ufeff" + "\r\n".join(rows)).encode())
-    assert [(r.prompt, r.location[-2:]) for r in read_rows(file)] == [
-        ("a\u2028b", ":1"),
-        ("c", ":3"),
-    ]
+    expected = [("a\u2028b", ":1"), ("c", ":3")]
+    assert [(r.prompt, r.location[-2:]) for r in read_rows(file)] == expected
 
 
 ROW = '{"prompt": "p", "answer": "1"}'

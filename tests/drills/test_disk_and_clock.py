@@ -19,13 +19,7 @@ import pytest
 from embodied_ppo.commands import main
 from embodied_ppo.programs import runs
 from embodied_ppo.training import checkpoint
-from tests.integration.test_resume import (
-    OVERRIDES,
-    rows,
-    start,
-    tiny,
-    wait_for,
-)
+from tests.integration.test_resume import OVERRIDES, rows, start, tiny, wait_for
 
 
 def command(*options: str) -> list[str]:

@@ -55,9 +55,7 @@ class Host:
         )
         assert self.outer.stdout is not None and self.outer.stdout.readline() == "ready\n"
         self.init = int(Path(f"/proc/{self.outer.pid}/task/{self.outer.pid}/children").read_text())
-        self.spaces = {
-            os.readlink(f"/proc/{self.init}/ns/{kind}") for kind in ("net", "pid", "mnt")
-        }
+        self.spaces = {os.readlink(f"/proc/{self.init}/ns/{k}") for k in ("net", "pid", "mnt")}
 
     def run(
         self, line: str, *, cwd: Path | None = None, check: bool = True

@@ -209,10 +209,8 @@ def test_check_of_an_instance_leaves_it_usable() -> None:
 
 def test_report_notes_unchecked_properties() -> None:
     report = check_env(lambda seeds: Walk(seeds, fault="no state"), steps=2)
-    assert [note.split(":")[0].split(" in ")[0] for note in report.notes] == [
-        "no episode ended",
-        "state() is None",
-    ]
+    expected = ["no episode ended", "state() is None"]
+    assert [note.split(":")[0].split(" in ")[0] for note in report.notes] == expected
     report = check_env(lambda seeds: Walk(seeds, fault="no reset_where"), steps=60)
     assert report.notes == ("reset_where() is None: episodes cannot be staggered",)
 

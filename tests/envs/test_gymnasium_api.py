@@ -212,6 +212,8 @@ def test_seeds_and_resets() -> None:
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    if message == "carry_over":  # a task that carries nothing over
+        vector(task="Go1Joystick", autoreset_mode="next_step").close()
     with pytest.raises(EnvError, match=message):
         vector(**options)
 

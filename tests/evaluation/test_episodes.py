@@ -6,6 +6,7 @@ import hashlib
 import math
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -18,6 +19,7 @@ from embodied_envs.base.errors import EnvError
 from embodied_envs.types import Step
 from embodied_ppo.core.types import Decision
 from embodied_ppo.evaluation import episodes as ev
+from embodied_ppo.evaluation.step_numbers import StepNumbers
 from embodied_ppo.policies import distributions as dist
 
 # Weights that push the cart to the side to which the pole leans; it falls after about 40 steps.
@@ -111,6 +113,13 @@ def test_numbers_are_means_of_the_steps_of_each_episode() -> None:
             same = commands[:, i].double() == value
             assert int(same.sum()) == count
             assert error == pytest.approx(float(errors[same, i].double().mean()))
+    # A step of a diverged world has no error and does not count.
+    numbers, one = StepNumbers(2), torch.ones(2)
+    for errors in ([0.25, 0.5], [math.nan, 0.25]):
+        info = {"command_x": one, "error_x": torch.tensor(errors)}
+        numbers.add(Step(one, one, one, one, one, info=info), one.bool())
+    assert numbers.tracking(0) == {"x": [(1.0, 0.25, 1)]}
+    assert numbers.tracking(1) == {"x": [(1.0, 0.375, 2)]}
 
 
 def test_episodes_equal_those_of_a_plain_loop() -> None:
@@ -170,8 +179,27 @@ def test_time_limit_and_termination_are_distinguished() -> None:
     assert {e.ended for e in measure(still, make_pendulum, episodes=4).episodes} == {"terminated"}
 
 
+class SuccessOnly(gymnasium.Env):
+    """Odd seeds succeed; the info of others says nothing."""
+
+    observation_space = action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        self.seed = seed or 0
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> Any:
+        return np.zeros(1, np.float32), 0.0, True, False, {"success": True} if self.seed % 2 else {}
+
+
 @pytest.mark.slow
 def test_success_and_dictionary_observations() -> None:
+    gymnasium.register("SuccessOnly-v0", entry_point=SuccessOnly)  # pyright: ignore[reportArgumentType]
+    create = lambda seeds: embodied_envs.make("SuccessOnly-v0", num_envs=len(seeds), seeds=seeds)
+    for n in (1, 3):
+        result = measure(Linear(torch.zeros(1, 1), False), create, episodes=4, num_envs=n)
+        assert result.successes == [False, True, False, True]
+
     def make(seeds: list[int]) -> Any:
         return embodied_envs.make("FetchReach-v4", num_envs=len(seeds), seeds=seeds, num_threads=1)
 

@@ -32,14 +32,10 @@ from typing import Any
 import torch
 from lerobot.configs.policies import PreTrainedConfig  # pyright: ignore
 from lerobot.configs.types import FeatureType, PolicyFeature  # pyright: ignore
+from lerobot.policies import smolvla
 from lerobot.policies.factory import make_pre_post_processors  # pyright: ignore
 from lerobot.policies.pi0 import configuration_pi0, modeling_pi0  # pyright: ignore
 from lerobot.policies.pi05 import configuration_pi05, modeling_pi05  # pyright: ignore
-from lerobot.policies.smolvla import (  # pyright: ignore
-    configuration_smolvla,
-    modeling_smolvla,
-    smolvlm_with_expert,
-)
 from lerobot.processor import tokenizer_processor  # pyright: ignore
 from peft import PeftConfig, PeftModel  # pyright: ignore
 from safetensors.torch import load_file, save_file
@@ -105,8 +101,8 @@ def shrink_smolvla() -> None:
     def local(result: Any) -> Any:
         return type("Local", (), {"from_pretrained": staticmethod(lambda *_, **__: result)})
 
-    smolvlm_with_expert.AutoConfig = local(config)
-    smolvlm_with_expert.AutoProcessor = local(processor)
+    smolvla.smolvlm_with_expert.AutoConfig = local(config)
+    smolvla.smolvlm_with_expert.AutoProcessor = local(processor)
 
 
 def features(inputs: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -195,19 +191,15 @@ def write_actions(folder: Path, policy: Any, preprocess: Any, postprocess: Any) 
 
 # Name -> lerobot's classes of the configuration and the policy, and fields of small images.
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "pi0": (
-        configuration_pi0.PI0Config,
-        modeling_pi0.PI0Policy,
-        {"image_resolution": (16, 16)},
-    ),
+    "pi0": (configuration_pi0.PI0Config, modeling_pi0.PI0Policy, {"image_resolution": (16, 16)}),
     "pi05": (
         configuration_pi05.PI05Config,
         modeling_pi05.PI05Policy,
         {"image_resolution": (16, 16)},
     ),
     "smolvla": (
-        configuration_smolvla.SmolVLAConfig,
-        modeling_smolvla.SmolVLAPolicy,
+        smolvla.configuration_smolvla.SmolVLAConfig,
+        smolvla.modeling_smolvla.SmolVLAPolicy,
         {"resize_imgs_with_padding": (16, 16), "num_vlm_layers": 4},
     ),
 }

@@ -78,9 +78,7 @@ def records(folder: Path) -> Iterator[Any]:
 
 def items(update: Any) -> dict[str, Any]:
     """Return the entries of a wandb message; nested ones have a path."""
-    return {
-        entry.key or "/".join(entry.nested_key): json.loads(entry.value_json) for entry in update
-    }
+    return {e.key or "/".join(e.nested_key): json.loads(e.value_json) for e in update}
 
 
 def offline_runs(folder: Path) -> list[Path]:
@@ -119,11 +117,8 @@ def test_both_tools_store_tags_options_and_summary(tmp_path, monkeypatch) -> Non
     assert wandb_points(folder) == expected
     by_kind = {record.WhichOneof("record_type"): record for record in records(folder)}
     started = by_kind["run"].run
-    assert (started.project, started.display_name, started.run_group) == (
-        "robots",
-        "first",
-        "balance",
-    )
+    wanted = ("robots", "first", "balance")
+    assert (started.project, started.display_name, started.run_group) == wanted
     assert started.run_id == ids["wandb"]["id"] and by_kind["exit"].exit.exit_code == 0
     options = items(started.config.update)
     assert options["algorithm.horizon"] == 4 and options["env.id"] == "toy_envs:Balance"

@@ -24,16 +24,7 @@ from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.programs.system import build_system
 from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.progress import Messages
-from tests.integration.option_cases import (
-    IN_LOSS,
-    IN_REWARD,
-    SHARED_CHANGES,
-    OptionCases,
-    Rows,
-    cached,
-    final_weights,
-    without_needs,
-)
+from tests.integration import option_cases
 
 # Graders, prompts, tokenizers and models that the fixture ``files`` writes; removed with the tests'
 # cache.
@@ -75,8 +66,8 @@ GROUPS = {"algorithm.group_size": 2}
 SAMPLED = {"evaluation.deterministic": False}
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
-    **SHARED_CHANGES,
-    **without_needs("""algorithm.update_epoch=3 algorithm.global_batch_size=8
+    **option_cases.SHARED_CHANGES,
+    **option_cases.without_needs("""algorithm.update_epoch=3 algorithm.global_batch_size=8
         algorithm.rollout_batch_size=16
         algorithm.response_length=5 algorithm.missing_eos_penalty=0.5
         algorithm.ratio_level=sequence algorithm.length_adaptive_alpha=0.5
@@ -155,9 +146,7 @@ def small_tasks_and_files() -> Iterator[None]:
     """
     if not FILES.exists():
         _write_files()
-    small = {
-        name: replace(task, train=32, held_out=16) for name, task in synthetic_tasks.TASKS.items()
-    }
+    small = {k: replace(t, train=32, held_out=16) for k, t in synthetic_tasks.TASKS.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic_tasks, "TASKS", small)
         yield
@@ -200,7 +189,7 @@ def weights(module: torch.nn.Module) -> float:
     return sum(float(p.detach().double().abs().sum()) for p in module.parameters())
 
 
-def _run(options: dict[str, Any], lag: int) -> Rows:
+def _run(options: dict[str, Any], lag: int) -> option_cases.Rows:
     """Return the metrics of each update with sums over the weights, and of the last evaluation."""
     c = config(options)
     rows, pending = [], []
@@ -222,9 +211,9 @@ def _run(options: dict[str, Any], lag: int) -> Rows:
     return rows
 
 
-def learned(rows: Rows) -> tuple[float, ...]:
+def learned(rows: option_cases.Rows) -> tuple[float, ...]:
     """Return the sums over the weights of actor and critic after training."""
-    return final_weights(rows, "weights", "critic")
+    return option_cases.final_weights(rows, "weights", "critic")
 
 
 KINDS = ("abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+")
@@ -240,8 +229,8 @@ OTHER_VALUES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
         {"algorithm.max_grad_norm": 100.0},
     ),
-    "algorithm.kl_loss_type": (KINDS, IN_LOSS),
-    "algorithm.kl_penalty": (("k1", "abs", "k2", "k3", "full"), IN_REWARD),
+    "algorithm.kl_loss_type": (KINDS, option_cases.IN_LOSS),
+    "algorithm.kl_penalty": (("k1", "abs", "k2", "k3", "full"), option_cases.IN_REWARD),
     "algorithm.lr_schedule": (
         ("constant", "linear", "cosine", "adaptive"),
         {"algorithm.lr": 3e-2, "algorithm.lr_warmup": 1, "updates": 5},
@@ -262,7 +251,7 @@ SAME = {
 }
 
 
-CASES = OptionCases(
+CASES = option_cases.OptionCases(
     mode="reasoning",
     base=loader.flat(BASE),
     sections=(
@@ -280,7 +269,7 @@ CASES = OptionCases(
     lag=LAG,
     critic_options=("critic.", "algorithm.value_clip", "algorithm.huber_delta"),
     config=config,
-    train=cached(_run),
+    train=option_cases.cached(_run),
     repeat=lambda: _run({}, 0),
     learned=learned,
     outcome=lambda rows: (*learned(rows), rows[-1].get("kl/to_reference")),

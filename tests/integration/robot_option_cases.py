@@ -13,16 +13,7 @@ import tiny_openvla_checkpoint
 import tiny_pi0_checkpoint
 
 from embodied_ppo.options import loader
-from tests.integration.option_cases import (
-    IN_LOSS,
-    IN_REWARD,
-    SHARED_CHANGES,
-    OptionCases,
-    Rows,
-    cached,
-    final_weights,
-    without_needs,
-)
+from tests.integration import option_cases
 
 POINT = {"env.id": "toy_envs:toy_envs/Point-v0", "env.num_threads": 0}
 FEW = {"env.num_envs": 2, "algorithm.horizon": 4, "algorithm.global_batch_size": 8}
@@ -67,8 +58,9 @@ SUCCESSES = POINT | run_helpers.options(
 CURIOUS = {"algorithm.curiosity.weight": 1.0}
 
 CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
-    **SHARED_CHANGES,
-    **without_needs("""env.id=Swimmer-v4 algorithm.popart=0.1 env.num_envs=8 env.max_episode_steps=5
+    **option_cases.SHARED_CHANGES,
+    **option_cases.without_needs("""
+        env.id=Swimmer-v4 algorithm.popart=0.1 env.num_envs=8 env.max_episode_steps=5
         env.action_chunk=2 env.realism.action_delay=2 env.realism.joint_delay=[0,2]
         env.realism.obs_delay=[1,3] env.realism.obs_noise=0.5 env.realism.obs_bias=0.5
         env.realism.obs_dropout=0.5 env.realism.action_rate_limit=0.05
@@ -159,7 +151,7 @@ UNCHANGED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "env.step_timeout_s": (60.0, {}, "it only ends a run whose simulator hangs"),
     "algorithm.micro_batch_size": (4, {}, "memory only"),
     "algorithm.rollout_micro_batch_size": (2, {}, "memory only"),
-    "algorithm.logprob_forward_micro_batch_size": (3, IN_LOSS, "memory only"),
+    "algorithm.logprob_forward_micro_batch_size": (3, option_cases.IN_LOSS, "memory only"),
     "model.gradient_checkpointing": (True, OPENVLA, "memory only"),
 }
 
@@ -172,19 +164,17 @@ def write_models() -> None:
     """Write the checkpoints that model.checkpoint names."""
     tiny_pi0_checkpoint.write_checkpoint(ROOT / "pi0")
     tiny_pi0_checkpoint.write_checkpoint(ROOT / "openpi", kind="pi05", asset="own")
-    stats = {
-        name: {"action": {"q01": [-x], "q99": [x]}} for name, x in (("slow", 0.1), ("fast", 1.0))
-    }
+    stats = {n: {"action": {"q01": [-x], "q99": [x]}} for n, x in (("slow", 0.1), ("fast", 1.0))}
     folder = tiny_openvla_checkpoint.write_checkpoint(ROOT / "openvla")
     (folder / "dataset_statistics.json").write_text(json.dumps(stats))
 
 
-def _run(options: dict[str, Any], lag: int) -> Rows:
+def _run(options: dict[str, Any], lag: int) -> option_cases.Rows:
     """Return the metrics of each update of a small run."""
     return run_helpers.tiny_training(run_helpers.tiny_config(options), max_lag=lag)
 
 
-train = cached(_run)
+train = option_cases.cached(_run)
 GROUPED = {"algorithm.group_size": 2, "env.restart_each_rollout": True}
 GROUPED["env.max_episode_steps"] = 6
 OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
@@ -208,8 +198,10 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
     "algorithm.bootstrap_type": [
         (kind, {**FALLING, "env.max_episode_steps": 12}) for kind in ("standard", "always", "never")
     ],
-    "algorithm.kl_loss_type": [(kind, IN_LOSS) for kind in ("abs", "k2", "k3", "k1+", "abs+")],
-    "algorithm.kl_penalty": [(kind, IN_REWARD) for kind in ("k1", "abs", "k2", "k3")],
+    "algorithm.kl_loss_type": [
+        (kind, option_cases.IN_LOSS) for kind in ("abs", "k2", "k3", "k1+", "abs+")
+    ],
+    "algorithm.kl_penalty": [(kind, option_cases.IN_REWARD) for kind in ("k1", "abs", "k2", "k3")],
     "algorithm.lr_schedule": [
         (kind, {"algorithm.lr": 3e-2, "algorithm.lr_warmup": 1})
         for kind in ("constant", "linear", "cosine", "adaptive")
@@ -232,7 +224,7 @@ OTHER_VALUES: dict[str, list[tuple[Any, dict[str, Any]]]] = {
 }
 
 
-CASES = OptionCases(
+CASES = option_cases.OptionCases(
     mode="embodied",
     base=loader.flat(run_helpers.BASE),
     sections=("algorithm.", "model.", "env."),
@@ -245,6 +237,6 @@ CASES = OptionCases(
     config=run_helpers.tiny_config,
     train=train,
     repeat=lambda: _run({}, 0),
-    learned=lambda rows: final_weights(rows, "weights"),
+    learned=lambda rows: option_cases.final_weights(rows, "weights"),
     outcome=lambda rows: tuple(sorted(rows[-1].items())),
 )

@@ -480,9 +480,7 @@ TRAININGS = (robot_option_cases.CASES, language_option_cases.CASES)
 
 
 def test_every_option_has_an_effect() -> None:
-    options = {
-        f"{command}{path}" for command, cls in CLASSES.items() for path in loader.describe(cls)
-    }
+    options = {f"{c}{path}" for c, cls in CLASSES.items() for path in loader.describe(cls)}
     # ``test_options`` compares trainings with these, or expects a refusal.
     trained = {p for c in TRAININGS for table in (c.changes, c.reported, c.refused) for p in table}
     others = {option for paths in ELSEWHERE.values() for option in paths}

@@ -40,9 +40,7 @@ def weights(run_dir: Path, update: int = 4) -> dict[str, torch.Tensor]:
 
 
 def equal_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(x, other[name]) for name, x in one.items()
-    )
+    return one.keys() == other.keys() and all(torch.equal(x, other[k]) for k, x in one.items())
 
 
 def train(run_dir: Path, **options: Any) -> list[dict[str, Any]]:

@@ -73,9 +73,7 @@ def rows(run_dir: Path) -> list[dict]:
     """Return the metrics of a run that do not depend on the machine."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     measured = ("time/", "speed/", "memory/", "weights/", "device/")
-    return [
-        {k: v for k, v in json.loads(line).items() if not k.startswith(measured)} for line in lines
-    ]
+    return [{k: v for k, v in json.loads(x).items() if not k.startswith(measured)} for x in lines]
 
 
 def check_resume(run_dir: Path, folder: Path, *, at: int, updates: int) -> None:

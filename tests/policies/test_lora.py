@@ -80,9 +80,7 @@ def test_bfloat16_differs_by_rounding_only() -> None:
 
 def test_plain_layers_are_called_one_after_another() -> None:
     layers, x = [nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 5)], torch.randn(2, WIDTH)
-    assert all(
-        torch.equal(y, layer(x)) for y, layer in zip(project(layers, x), layers, strict=True)
-    )
+    assert all(torch.equal(y, f(x)) for y, f in zip(project(layers, x), layers, strict=True))
 
 
 def test_new_adapters_change_nothing_and_keep_their_keys() -> None:

@@ -37,9 +37,7 @@ def test_nodes_are_the_distinct_prefixes() -> None:
     prefixes = [row[: n + 1] for row in rows for n in range(len(row))]
     assert len(tree.token_index) == len(set(prefixes)) < len(prefixes)
     # Equal prefixes have one node, and different ones different nodes.
-    nodes = [
-        tree.token_node[7 * i + n].item() for i, row in enumerate(rows) for n in range(len(row))
-    ]
+    nodes = [tree.token_node[7 * i + n].item() for i, r in enumerate(rows) for n in range(len(r))]
     assert len(set(zip(prefixes, nodes, strict=True))) == len(set(nodes)) == len(set(prefixes))
     assert torch.equal(tree.token_node[tree.token_index], torch.arange(len(tree.token_index)))
     assert torch.equal(

@@ -15,13 +15,7 @@ from embodied_ppo.commands import main
 from embodied_ppo.core import compile
 from embodied_ppo.core.errors import RolloutMismatch
 from embodied_ppo.core.types import Trajectory
-from embodied_ppo.options.schema import (
-    ActorConfig,
-    AlgorithmConfig,
-    Config,
-    LanguageModelConfig,
-    RolloutConfig,
-)
+from embodied_ppo.options import schema
 from embodied_ppo.ppo import agreement, losses
 from embodied_ppo.ppo.agreement import Tolerances, tolerances
 from embodied_ppo.ppo.ppo import PPO
@@ -74,12 +68,12 @@ def test_differences_by_hand() -> None:
 def test_tolerances_follow_the_precision() -> None:
     exact = Tolerances(agreement.ROUNDING, agreement.ROUNDING)
     low = Tolerances(agreement.LOW_PRECISION, agreement.LOW_PRECISION)
-    assert tolerances(Config()) == exact
-    actor = ActorConfig(model=LanguageModelConfig(dtype="bfloat16"))
-    assert tolerances(Config(mode="reasoning", actor=actor)) == low
-    shifted = Config(algorithm=AlgorithmConfig(rpo_alpha=0.5))
+    assert tolerances(schema.Config()) == exact
+    actor = schema.ActorConfig(model=schema.LanguageModelConfig(dtype="bfloat16"))
+    assert tolerances(schema.Config(mode="reasoning", actor=actor)) == low
+    shifted = schema.Config(algorithm=schema.AlgorithmConfig(rpo_alpha=0.5))
     assert tolerances(shifted) == Tolerances(math.inf, agreement.ROUNDING)
-    vllm = Config(mode="reasoning", rollout=RolloutConfig(engine="vllm"))
+    vllm = schema.Config(mode="reasoning", rollout=schema.RolloutConfig(engine="vllm"))
     assert tolerances(vllm) == Tolerances(agreement.LOW_PRECISION, agreement.ROUNDING)
 
 

@@ -129,8 +129,6 @@ def test_program_changes_nothing_if_loss_is_not_finite(leaf: str) -> None:
     before = copy.deepcopy(learner.optimizer.model.state_dict())
     (stats,) = program_steps(learner, batch, [torch.arange(T * N)])
     assert not stats[-1].isfinite() and learner.optimizer.statistics[-1] == "finite"
-    assert all(
-        torch.equal(x, before[name]) for name, x in learner.optimizer.model.state_dict().items()
-    )
+    assert all(torch.equal(x, before[k]) for k, x in learner.optimizer.model.state_dict().items())
     state = adam_state(learner.optimizer.adamw)
     assert all(not x.any() for x in (*state.first, *state.second))

@@ -93,9 +93,7 @@ def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: A
         own = both | {"columns": options.get("critic_columns", both["columns"])}
         own |= {"ranks": options.get("ranks")}
         values = LocalCritic(model, options.get("critic_config", config), **own)
-    shared_arguments = {
-        name: x for name, x in options.items() if name in ("recompute", "notice", "ranks")
-    }
+    shared_arguments = {k: x for k, x in options.items() if k in ("recompute", "notice", "ranks")}
     return language_ppo(policy, values, config, num_sequences=N, **both, **shared_arguments)
 
 

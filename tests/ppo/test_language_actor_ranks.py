@@ -18,13 +18,8 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base import tree
+from embodied_ppo.cluster import remote_models
 from embodied_ppo.cluster.channels import Client, Exchange, Server, connect
-from embodied_ppo.cluster.remote_models import (
-    ModelService,
-    RemoteCritic,
-    RemoteGraders,
-    RemoteReference,
-)
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.types import Metrics
 from embodied_ppo.data.prompts import Prompt
@@ -140,7 +135,7 @@ def test_minibatch_size_is_total_over_ranks(world: int) -> None:
 
 # ---------------------------------------------------------------------------------- other processes
 @contextmanager
-def serving(services: ModelService) -> Iterator[Client]:
+def serving(services: remote_models.ModelService) -> Iterator[Client]:
     """Yield a client of a server that answers in a thread, over a real connection."""
     exchange = Exchange("127.0.0.1", "secret", 20.0)
     server = Server(services, exchange)
@@ -171,11 +166,11 @@ def test_remote_critic_and_reference_equal_local_ones(case: str) -> None:
     config = CASES[case]
     local, remote = disturbed(learner(config)), disturbed(learner(config))
     values, reference = critic_of(remote), remote.actor.reference
-    services = ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
+    services = remote_models.ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
     with serving(services) as client:
-        remote.critic = RemoteCritic(client, CPU, pretrained=True)
+        remote.critic = remote_models.RemoteCritic(client, CPU, pretrained=True)
         if reference is not None:
-            remote.actor.reference = RemoteReference(client, CPU, pretrained=True)
+            remote.actor.reference = remote_models.RemoteReference(client, CPU, pretrained=True)
         for update in range(2):
             local_metrics, remote_metrics = (
                 x.update(experience(x.policy, noise=0.2), update=update) for x in (local, remote)
@@ -198,12 +193,12 @@ def test_remote_models_start_as_copies_of_actor() -> None:
         for p in x.policy.parameters():
             p.mul_(1.1)
     values, reference = critic_of(other), other.actor.reference
-    services = ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
+    services = remote_models.ModelService(device=CPU, critic=values, reference=reference)  # pyright: ignore[reportArgumentType]
     t = experience(x.policy)
     assert isinstance(t.obs, dict)
     with serving(services) as client:
-        x.critic = RemoteCritic(client, CPU, pretrained=False)
-        x.actor.reference = RemoteReference(client, CPU, pretrained=False)
+        x.critic = remote_models.RemoteCritic(client, CPU, pretrained=False)
+        x.actor.reference = remote_models.RemoteReference(client, CPU, pretrained=False)
         x.initialize()
         view = x.actor.reference.view(t.obs, t.mask, t.action, hidden=False)["log_prob"]
         torch.testing.assert_close(view[t.mask], t.log_prob[t.mask], rtol=0, atol=1e-5)
@@ -227,11 +222,11 @@ def test_remote_graders_equal_local_graders() -> None:
         for p, text in zip(chosen, texts, strict=True)
     ]
     local = GraderPool(fails, workers=0, limits=Limits(1.0))
-    services = ModelService(
+    services = remote_models.ModelService(
         device=CPU, graders=GraderPool(fails, workers=0, limits=Limits(1.0)), prompts=prompts
     )
     with serving(services) as client:
-        remote = RemoteGraders(client, prompts)
+        remote = remote_models.RemoteGraders(client, prompts)
         for _ in range(2):
             assert str(remote.grade(samples, chosen)) == str(local.grade(samples, chosen))  # NaN
             assert remote.failures == local.failures and remote.last_failure == local.last_failure

@@ -308,10 +308,8 @@ def test_advantages_broadcast_over_finer_log_probabilities():
 def test_reduce_log_prob():
     x = torch.arange(12.0).reshape(2, 3, 2)  # [B, C, A]
     assert losses.reduce_log_prob(x, "token_level", batch_dims=1) is x
-    assert losses.reduce_log_prob(x, "action_level", batch_dims=1).tolist() == [
-        [1, 5, 9],
-        [13, 17, 21],
-    ]
+    expected = [[1, 5, 9], [13, 17, 21]]
+    assert losses.reduce_log_prob(x, "action_level", batch_dims=1).tolist() == expected
     assert losses.reduce_log_prob(x, "chunk_level", batch_dims=1).tolist() == [15, 51]
     actions = x.sum(-1)  # [B, C]
     assert losses.reduce_log_prob(actions, "action_level", batch_dims=1) is actions

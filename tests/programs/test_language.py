@@ -47,9 +47,7 @@ TINY = ["experiment=arithmetic", *SMALL]
 @pytest.fixture(scope="module", autouse=True)
 def few_problems() -> Iterator[None]:
     """Use few problems: integration/test_experiments.py reads all ten thousand of a task."""
-    few = {
-        name: replace(task, train=20, held_out=16) for name, task in synthetic_tasks.TASKS.items()
-    }
+    few = {k: replace(t, train=20, held_out=16) for k, t in synthetic_tasks.TASKS.items()}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic_tasks, "TASKS", few)
         yield
@@ -116,10 +114,7 @@ def test_run_writes_all_files(capsys) -> None:
     assert list(report["tasks"]) == ["arithmetic"]
 
 
-@pytest.mark.parametrize(
-    ("actor", "critic"),
-    [("adaptive", "constant"), ("cosine", "cosine")],
-)
+@pytest.mark.parametrize(("actor", "critic"), [("adaptive", "constant"), ("cosine", "cosine")])
 def test_learning_rate_of_critic_is_not_adapted(actor: Any, critic: str) -> None:
     config = Config()
     algorithm = replace(config.algorithm, lr_schedule=actor)
@@ -616,9 +611,7 @@ def test_reward_model_and_penalty_by_the_reference(capsys) -> None:
 
 # ------------------------------------------------------------------------------------------- critic
 def test_critic_warmup_does_not_change_the_actor(capsys) -> None:
-    cold = [option for option in TINY if not option.startswith("warm_start.")] + [
-        "warm_start.steps=0"
-    ]
+    cold = [x for x in TINY if not x.startswith("warm_start.")] + ["warm_start.steps=0"]
     run_command(
         capsys,
         "train",

@@ -178,6 +178,4 @@ def test_a_browser_requests_only_this_site_and_the_search_finds_an_option(
             browser.close()
             server.shutdown()
     assert browser.problems == []
-    assert {
-        request for request in browser.requests if not request.startswith((home, "data:", "blob:"))
-    } == set()
+    assert {x for x in browser.requests if not x.startswith((home, "data:", "blob:"))} == set()

@@ -183,14 +183,16 @@ def test_states_of_a_run(tmp_path) -> None:
     write(log, 41, 60)
     assert watch_server.status(run)["state"] == "running"
     (run / "summary.json").write_text('{"updates": 60}')
-    assert (watch_server.status(run)["state"], watch_server.status(run)["updates"]) == (
-        "finished",
-        60,
-    )
+    expected = ("finished", 60)
+    assert (watch_server.status(run)["state"], watch_server.status(run)["updates"]) == expected
     log.say(f"test: CartPole-v1, updates 61 to 80, in {run}")
     assert watch_server.status(run)["state"] == "running", "the summary is older"
     (run / "summary.json").write_text("{")
     assert watch_server.status(run)["state"] == "unreadable"
+    (folder := tmp_path / "imported").mkdir()
+    for name in ("metrics.jsonl", "log.txt", "import.json"):
+        (folder / name).touch()
+    assert watch_server.status(folder)["state"] == "finished"
     log.close()
 
 

@@ -44,9 +44,7 @@ def board(run_dir: Path) -> EventAccumulator:
 
 def scalars(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     events = board(run_dir / "tensorboard")
-    return {
-        tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
-    }
+    return {t: [(e.step, e.value) for e in events.Scalars(t)] for t in events.Tags()["scalars"]}
 
 
 def training(update: int, **more: Any) -> Metrics:

@@ -40,9 +40,10 @@ class MujocoRobot(Robot):
         model.opt.disableflags |= int(getattr(mujoco.mjtDisableBit, "mjDSBL_AUTORESET", 0))
         steps = self.step_s / model.opt.timestep
         if abs(steps - round(steps)) > 1e-6:
+            suitable_s = self.step_s / max(1, round(steps))
             raise RobotError(
-                f'write <option timestep="{self.step_s / round(steps):g}"/> in the scene: a control'
-                f" step of {self.step_s:g} s is no multiple of {model.opt.timestep:g} s"
+                f'write <option timestep="{suitable_s:g}"/> in the scene: a control step of'
+                f" {self.step_s:g} s is no multiple of {model.opt.timestep:g} s"
             )
         names = [model.joint(j).name or f"joint{j}" for j in range(model.njnt)]
         free = [n for n, kind in zip(names, model.jnt_type) if kind == 0]
@@ -240,6 +241,8 @@ def simulate(policy, observe, scene, *, command=None, seconds=None, log=None):
     if command is not None:  # the trainer has not measured it
         unknown, length = [np.nan] * len(names), seconds or 10.0
         rows = [{"command": command, "errors": [unknown], "seconds": [length]}]
+    if log and len(rows) > 1:
+        raise RobotError(f"add --command to --log: {len(rows)} commands would overwrite the file")
     print(f"command: mean error of {', '.join(names)} (trainer; nan: not measured), seconds")
     findings = []
     for row in rows:

@@ -247,7 +247,7 @@ class RobotLoop:
 
     def write_log(self, path):
         """Write the rows and the reason as an npz file that --compare reads."""
-        keys = self.rows[0] if self.rows else ()
+        keys = set.intersection(*map(set, self.rows)) if self.rows else ()
         arrays: dict[str, Any] = {key: np.stack([row[key] for row in self.rows]) for key in keys}
         with open(path, "wb") as file:
             np.savez_compressed(file, reason=np.array(self.reason), **arrays)
@@ -307,7 +307,7 @@ class RobotLoop:
             target = self.ramp_from + share * (self.home_target - self.ramp_from)
             action, observation = self.neutral, None
         else:
-            action, observation = self._act()
+            action, observation = self._act(fresh)
             target = np.clip(self.offset + self.scale * action, self.least, self.most)
         if self.protect:
             # |kp (target - position) - kd velocity| <= force
@@ -367,13 +367,15 @@ class RobotLoop:
             return f"joint velocity: {self.section['joints'][i]} {value:.3g} rad/s"
         return ""
 
-    def _act(self):
+    def _act(self, fresh):
         """Return the clamped action and the observation.
 
         A lost measurement is replaced by the one before, as ``env.realism.obs_dropout`` does.
         Command and last action in the observation are as late as they were in the training.
         """
-        self.commands.append(self.state.get("command", self.command))
+        is_new = fresh or not self.commands  # the state has the delayed command of the last step
+        newest = self.state.get("command", self.command) if is_new else self.commands[-1]
+        self.commands.append(newest)
         self.state["command"] = self.commands[0]
         executed = [self.actions[-late][i] for i, late in enumerate(self.action_late)]
         self.state["last_action"] = np.array(executed)
@@ -397,8 +399,8 @@ class RobotLoop:
         row.update(fresh=fresh, late=self.late > 0, written=written)
         row["phase"] = RAMP if observation is None else POLICY
         row["torque"] = self.kp * (target - position) - self.kd * velocity
-        state = {"command": self.command, "last_action": self.neutral, **self.state}
-        row.update({f"state/{k}": x for k, x in state.items()})
+        initial = {"command": self.command, "last_action": self.neutral, "phase": [0, 0]}
+        row.update({f"state/{k}": x for k, x in {**initial, **self.state}.items()})
         ((name, spec),) = self.policy.inputs.items()
         empty = np.zeros(spec["shape"], spec["dtype"])
         row[f"observation/{name}"] = empty if observation is None else observation
@@ -438,6 +440,8 @@ def run(policy, args):
     observe = load(policy.folder / "observation.py").observe
     if not policy.info["observation_parts"]:  # a stub refuses at once
         observe({k: np.zeros(max(4, len(section["joints"]))) for k in section["reads"]})
+    if args.log:
+        Path(args.log).touch()  # a wrong path is refused before the robot moves
     common = {"command": args.command, "seconds": args.seconds, "log": args.log}
     if args.mujoco is not None:
         simulation = load(policy.folder / "mujoco_robot.py")
@@ -468,7 +472,7 @@ def compare_log(policy, log, tolerance):
     if used.sum() < 2:
         raise RobotError("recording: the log has no two steps of the policy")
     log = {k: x[used] for k, x in log.items() if x.ndim}
-    findings = policy._check_rate("time_s", 1 / float(np.median(np.diff(log["time_s"]))))
+    findings = policy._check_times(log["time_s"])
     ((name, spec),), ((output, action),) = policy.inputs.items(), policy.actions.items()
     key, episode = f"observation/{name}", np.zeros(used.sum(), int)
     state = {k[6:]: x for k, x in log.items() if k.startswith("state/")}

@@ -74,7 +74,7 @@ class ExportedPolicy:
         self.state = {}
         self.outputs = {x["name"]: x for x in self.info["outputs"]}
         self.actions = {x["name"]: x for x in self.info["outputs"] if x["role"] == "action"}
-        self.golden = dict(np.load(self.folder / "golden.npz"))
+        self.golden = read_recording(self.folder / "golden.npz")
         self.session = self._open_session()
         findings = [] if expected_hz is None else self._check_rate("expected_hz", expected_hz)
         names = list(self.inputs)
@@ -235,7 +235,7 @@ class ExportedPolicy:
             raise BundleError(f"recording: {unknown or 'nothing'} is not known; write {names}")
         findings = []
         if "time_s" in given:
-            findings += self._check_rate("time_s", 1 / float(np.median(np.diff(given["time_s"]))))
+            findings += self._check_times(given["time_s"])
         reference = self.golden
         if set(keys) <= set(given):
             arrays = {}
@@ -268,6 +268,10 @@ class ExportedPolicy:
             return []
         trained = f"the policy was trained at {1 / step_s:.4g} Hz"
         return [f"control rate: {source} is {rate_hz:.4g} Hz, and {trained}"]
+
+    def _check_times(self, times):
+        """Return the finding of the control rate of recorded times, in seconds."""
+        return self._check_rate("time_s", 1 / max(1e-9, float(np.median(np.diff(times)))))
 
     # ---------------------------------------------------------------------------------------- files
     def _read_info(self):
@@ -505,7 +509,7 @@ def read_recording(path):
         return dict(np.load(path))
     except FileNotFoundError:
         raise BundleError(f"{path}: does not exist") from None
-    except (OSError, TypeError, ValueError):  # no archive, or a .npy file
+    except Exception:  # no archive, a .npy file, or damaged
         raise BundleError(f"{path}: is not a file of numpy.savez") from None
 
 
@@ -532,7 +536,7 @@ def main(arguments=None):
         findings = policy.compare(args.compare, args.tolerance) if args.compare else []
         if args.mujoco is not None or args.loop:
             findings += load_file(policy.folder / "robot_loop.py").run(policy, args)
-    except (ValueError, NotImplementedError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for line in findings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -253,7 +254,11 @@ class GymnasiumEnv(Adapter):
         if vectorization_mode == "vector_entry_point":
             kwargs["vector_kwargs"] = vector_kwargs
             return gymnasium.make_vec(self._spec, self.num_envs, vectorization_mode, **kwargs)
-        makers = [functools.partial(_make_one, self._spec, kwargs)] * self.num_envs
+        point = self._spec.entry_point
+        takes_seed = callable(point) and "seed" in inspect.signature(point).parameters
+        seeds = [{"seed": seed} if takes_seed else {} for seed in self._seeds]
+        given = [seed | self._spec.kwargs | kwargs for seed in seeds]
+        makers = [functools.partial(_make_one, self._spec, own) for own in given]
         if vectorization_mode == "sync":
             return gymnasium.vector.SyncVectorEnv(makers, **vector_kwargs)
         return gymnasium.vector.AsyncVectorEnv(makers, **{"worker": run_worker, **vector_kwargs})

@@ -68,12 +68,13 @@ def make(
         return GymnasiumEnv(id, options, spec=_spec(id, entry_point=target))
     arguments = _arguments(id, target, options)
 
-    def build() -> Any:
+    def build(seed: int = options.seeds[0]) -> Any:
         """Call the class or the function; the random numbers of the training stay as they are."""
-        error = wrap_errors(f"env.id={id}: its function fails with {arguments}: ")
+        given = arguments | ({"seed": seed} if "seed" in arguments else {})
+        error = wrap_errors(f"env.id={id}: its function fails with {given}: ")
         with error, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(arguments.get("seed", 0))
-            return target(**arguments)
+            torch.manual_seed(given.get("seed", 0))
+            return target(**given)
 
     ready = [build()]
     first = ready[0]
@@ -91,8 +92,8 @@ def make(
         if kwargs.get("vectorization_mode") == "async":  # the other processes build their own
             _close(ready.pop())
 
-        def single(render_mode: str | None = None, **_: Any) -> gymnasium.Env:
-            env = ready.pop() if ready else build()
+        def single(render_mode: str | None = None, *, seed: int, **_: Any) -> gymnasium.Env:
+            env = ready.pop() if ready else build(seed)
             if isinstance(env, gymnasium.Env) and takes_seed(env):
                 return env
             return _Single(id, env, render_mode)

@@ -18,12 +18,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from embodied_envs.adapters.simulator_processes import (
-    discard_output,
-    installation_hint,
-    make_vector,
-    use_egl_without_display,
-)
+from embodied_envs.adapters import simulator_processes
 from embodied_envs.base.errors import EnvError
 
 CAMERAS = ("agentview", "robot0_eye_in_hand")
@@ -119,7 +114,7 @@ class LiberoTask(gymnasium.Env):
             self.scenes = read_scenes(self.suite, [self.task], assets)
         file, self._states = self.scenes[self.task]
         import_package(f"libero/{self.suite}", assets)
-        with discard_output(stderr=True):
+        with simulator_processes.discard_output(stderr=True):
             sim = importlib.import_module("robosuite.utils.binding_utils").MjSim
             size = max(self.image_size)
             sim.from_xml_string = staticmethod(lambda xml: sim(_compile(xml, size)))
@@ -201,7 +196,7 @@ def make_tasks(
     for task in tasks:
         own = scenes and {i: scenes[i] for i in kwargs.get("drawn") or (task,)}
         makers.append(partial(LiberoTask, task=task, scenes=own, **kwargs))
-    return make_vector(makers, max_episode_steps, processes)
+    return simulator_processes.make_vector(makers, max_episode_steps, processes)
 
 
 # ------------------------------------------------------------------------------------- installation
@@ -209,7 +204,7 @@ def package_folder(id: str) -> Path:
     """Return the folder of LIBERO's package; raise EnvError if it is not installed."""
     spec = importlib.util.find_spec("libero")
     if spec is None or not spec.submodule_search_locations:
-        hint = installation_hint("libero", "3.8")
+        hint = simulator_processes.installation_hint("libero", "3.8")
         raise EnvError(f"env.id={id}: hf-libero is not installed. {hint}")
     return Path(spec.submodule_search_locations[0]) / "libero"
 
@@ -219,7 +214,7 @@ def import_package(id: str, assets: Path) -> None:
     global _config_folder
     package = package_folder(id)
     if "libero.libero" not in sys.modules:
-        use_egl_without_display()
+        simulator_processes.use_egl_without_display()
         # Without a config.yaml the import prompts on stdin. ~/.libero may belong to another
         # installation, so it is not used.
         _config_folder = tempfile.TemporaryDirectory(prefix="embodied_ppo_libero_")
@@ -229,7 +224,7 @@ def import_package(id: str, assets: Path) -> None:
         # JSON is YAML, too; PyYAML is no dependency of embodied-envs.
         Path(_config_folder.name, "config.yaml").write_text(json.dumps(config))
         os.environ["LIBERO_CONFIG_PATH"] = _config_folder.name
-    with discard_output(stderr=True):
+    with simulator_processes.discard_output(stderr=True):
         root: Any = importlib.import_module("libero.libero")
     root._assets_path_cache = str(assets)  # otherwise the next import starts a download
 
@@ -237,14 +232,14 @@ def import_package(id: str, assets: Path) -> None:
 def import_benchmark(id: str, assets: Path) -> Any:
     """Import libero.libero.benchmark, which loads torch."""
     import_package(id, assets)
-    with discard_output(stderr=True):
+    with simulator_processes.discard_output(stderr=True):
         return importlib.import_module("libero.libero.benchmark")
 
 
 def read_scenes(suite: str, tasks: Sequence[int], assets: Path) -> dict[int, Scene]:
     """Return the scenes of tasks of a suite; torch reads their initial states."""
     benchmark = import_benchmark(f"libero/{suite}", assets)
-    with discard_output(stderr=True):
+    with simulator_processes.discard_output(stderr=True):
         known = benchmark.get_benchmark_dict()[suite]()
         files = {task: known.get_task_bddl_file_path(task) for task in tasks}
         return {x: (file, np.asarray(known.get_task_init_states(x))) for x, file in files.items()}

@@ -226,7 +226,7 @@ class _Reader:
             raise self._refused(path, f"it must be below the time limit of {limit} steps", delay)
 
     def _refused(self, path: str, reason: str, value: Any = None) -> EnvError:
-        value = self.options[path] if value is None else value
+        value = self.options.get(path) if value is None else value
         return EnvError(f"env.id={self.env.id}: env.realism.{path} = {show(value)}: {reason}")
 
 

@@ -113,8 +113,15 @@ class Randomization:
         self.base: dict[str, Tensor] = {}
         for name in dict.fromkeys(f for r in ranges if r not in unused for f in RANGES[r].fields):
             x = torch.from_numpy(np.array(model_field(model, name), dtype=np.float64))
+            if name == "geom_rgba":  # a geom of the default colour shows that of its material
+                plain = (model.geom_matid >= 0) & (model.geom_rgba == (0.5, 0.5, 0.5, 1)).all(1)
+                x[plain] = torch.from_numpy(model.mat_rgba[model.geom_matid[plain]]).double()
             if x.numel() and not (name == "jnt_actfrcrange" and not model.jnt_actfrclimited.any()):
                 self.base[name] = x
+        for name in (name for name in ranges if RANGES[name].operation == "scale"):
+            parts = zip(RANGES[name].fields, itertools.cycle(RANGES[name].columns))
+            if not any(self.base[k][..., c].any() for k, c in parts if k in self.base):
+                raise EnvError(f"remove env.ranges.{name}: all that it scales is 0 in the model")
         # MjModel fields that differ between worlds.
         self.fields = tuple(self.base)
         # For each joint the last actuator that acts on it directly; 0 without one.

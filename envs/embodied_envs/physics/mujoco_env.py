@@ -59,7 +59,6 @@ class MujocoEnv(VectorEnv):
         obs_keys, seeds = options.obs_keys, list(options.seeds)
         self.id, self.task, self.physics = id, task, physics
         self._names_groups = obs_keys is not None
-        self._carries_over = type(task).carry_over is not Task.carry_over
         self.num_envs, self.device = len(seeds), torch.device(options.device)
         self._time_limit = options.max_episode_steps or task.max_episode_steps
         self.max_episode_steps = self._time_limit
@@ -97,8 +96,8 @@ class MujocoEnv(VectorEnv):
         }
         self._variables = [k for k in start if k not in INITIAL_FIELDS]
         self._before = validator.before(self.s)
-        if self._carries_over:
-            validator.carry_over(self.s, start, self._start_numbers()[0])
+        # Whether an episode depends on the one before.
+        self.carries_over = validator.carry_over(self.s, start, self._start_numbers()[0])
         self._begin(self._all_worlds)
         zero = torch.zeros(self.action_shape, device=physics.device)
         validator.step(self._before, self.s, start, self.to_simulator(zero))
@@ -458,7 +457,7 @@ class MujocoEnv(VectorEnv):
     def _initial_state(self, u: Tensor) -> dict[str, Tensor]:
         """Return initial fields and variables of new episodes from random numbers [N, ..]."""
         start = self.task.reset(u)
-        if not self._carries_over:
+        if not self.carries_over:
             return start
         carried, is_later = self.task.carry_over(self.s, start, u), self._episode > 0
         return start | {k: tree.where(is_later, x, start[k]) for k, x in carried.items()}

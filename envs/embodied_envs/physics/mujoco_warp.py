@@ -21,12 +21,7 @@ import warp as wp
 from mujoco_warp import OverflowType
 from torch import Tensor
 
-from embodied_envs.base import random, tree
-from embodied_envs.base.compilation import (
-    compile_function,
-    highest_matmul_precision,
-    is_compilation_disabled,
-)
+from embodied_envs.base import compilation, random, tree
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics import warp_kernels
 from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
@@ -62,6 +57,8 @@ _FROM_VELOCITY = {
 # Derived fields that follow from positions, velocities and controls.
 _FROM_CONTROL = ("actuator_force", "qfrc_actuator")
 
+# Fields from which the following constants are computed.
+_MASS_FIELDS = {"body_mass", "body_inertia", "body_ipos", "dof_armature"}
 # Constants of the model that follow from masses, without those of tracking cameras: they do not
 # follow cam_pos.
 _MASS_CONSTANTS = (
@@ -141,7 +138,7 @@ class WarpPhysics:
     def _allocate(self) -> None:
         """Allocate model and data; a field that differs between worlds gets a row for each."""
         varied = self.randomization.fields
-        self._varies_mass = "body_mass" in varied or "body_inertia" in varied
+        self._varies_mass = not _MASS_FIELDS.isdisjoint(varied)
         batched = [k for k in varied if k != "opt.gravity"]
         batched += _MASS_CONSTANTS if self._varies_mass else ()
         n, sizes = self.num_envs, {"nconmax": self._nconmax, "njmax": self._njmax}
@@ -310,7 +307,8 @@ class WarpPhysics:
         # [N, cameras, H, W, (blue, green, red, alpha)] -> [N, cameras, 3, H, W]
         pixels = self._pixels.view(self.num_envs, -1, height, width, 4)[..., :3].flip(-1)
         pixels = pixels.permute(0, 1, 4, 2, 3)
-        return {name: pixels[:, i].contiguous() for i, name in enumerate(self._camera_order)}
+        order = self._camera_order.index
+        return {name: pixels[:, order(name)].contiguous() for name in self.cameras.names}
 
     def _make_render_context(self) -> Any:
         """Create a ray tracer that shades by OpenGL's formulas.
@@ -387,12 +385,12 @@ class WarpPhysics:
 
     def fuse(self, function: Callable[..., T]) -> Callable[..., T]:
         """Return ``function``; on a GPU compiled, so that few kernels do its work."""
-        if self.device.type not in FUSED_DEVICES or is_compilation_disabled():
+        if self.device.type not in FUSED_DEVICES or compilation.is_compilation_disabled():
             return function
         # The gradient mode of the caller and its precision of matrix products would each be a
         # variant of the compiled code.
-        compiled = torch.no_grad()(compile_function(function, dynamic=False))
-        return highest_matmul_precision()(compiled)
+        compiled = torch.no_grad()(compilation.compile_function(function, dynamic=False))
+        return compilation.highest_matmul_precision()(compiled)
 
     def _launch(self, name: Hashable, kernels: Callable[[], None]) -> None:
         """Run ``kernels``, which launches warp kernels only, on torch's current stream."""
@@ -480,7 +478,7 @@ class _CapturedStep:
             except RuntimeError as error:
                 warnings.warn(f"no CUDA graph of steps: they are slower ({error})", stacklevel=2)
         if self.graph is None:
-            with highest_matmul_precision():
+            with compilation.highest_matmul_precision():
                 result = self.step(action)
         else:
             self.action.copy_(action)
@@ -502,7 +500,7 @@ class _CapturedStep:
             torch.cuda.stream(stream),
             torch.cuda.use_mem_pool(self.pool, device),
             self.physics.scope(),
-            highest_matmul_precision(),
+            compilation.highest_matmul_precision(),
             wp.ScopedCapture() as capture,
         ):
             self.result = self.step(self.action)

@@ -137,10 +137,14 @@ class TaskValidator:
                 self._tensor(f"{label}()", x, (self.n, *(shape[1:] or (0,))))
         return groups
 
-    def carry_over(self, s: Mapping[str, Tensor], start: Mapping[str, Tensor], u: Tensor) -> None:
-        """Validate ``Task.carry_over`` on the first state ``s`` and the result of ``reset``."""
+    def carry_over(self, s: Mapping[str, Tensor], start: Mapping[str, Tensor], u: Tensor) -> bool:
+        """Validate ``Task.carry_over`` on the first state ``s`` and the result of ``reset``.
+
+        Return whether there is anything that it carries over.
+        """
         with self._calling("carry_over"):
-            self._variables("carry_over", self.task.carry_over(s, start, u), start)
+            self._variables("carry_over", values := self.task.carry_over(s, start, u), start)
+        return bool(values)
 
     def _variables(
         self, function: str, values: Mapping[str, Any], start: Mapping[str, Tensor]

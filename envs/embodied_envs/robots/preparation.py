@@ -169,6 +169,9 @@ def _add_sensors(
     spec: mujoco.MjSpec, robot: RobotModel, contacts: Mapping[str, tuple[str, str]]
 ) -> None:
     """Add the IMU of a floating robot, and sensors of its contacts with the ground."""
+    for name, (one, other) in contacts.items():
+        geom = mujoco.mjtObj.mjOBJ_GEOM
+        _add_contacts(spec, name, (geom, one), (geom, other))
     if robot.base is None:
         return
     model, body, place = robot.model, robot.base, {}
@@ -194,8 +197,6 @@ def _add_sensors(
     root = bodies[robot.base]
     root.name = root.name or "robot_base"
     _add_contacts(spec, CONTACTS, (objects.mjOBJ_XBODY, root.name), world)  # the whole robot
-    for name, (one, other) in contacts.items():
-        _add_contacts(spec, name, (objects.mjOBJ_GEOM, one), (objects.mjOBJ_GEOM, other))
 
 
 def _add_contacts(

@@ -5,15 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from embodied_envs.tasks.tabletop import (
-    BLOCK_DISTANCE,
-    FINGER_OPEN,
-    HALF_EDGE,
-    LOW,
-    RULES,
-    STEP,
-    Tabletop,
-)
+from embodied_envs.tasks import tabletop
 from embodied_envs.tasks.task import State
 
 # Heights (m) of horizontal motions: with a block or over stacks, and over single blocks.
@@ -31,7 +23,7 @@ class Expert:
     disturbances.
     """
 
-    def __init__(self, task: Tabletop, device: torch.device | str = "cpu") -> None:
+    def __init__(self, task: tabletop.Tabletop, device: torch.device | str = "cpu") -> None:
         """Read the rules of the task's families.
 
         Args:
@@ -39,7 +31,7 @@ class Expert:
             device: Device of its worlds.
         """
         self.task = task
-        rules = [RULES[name] for name in task.names]
+        rules = [tabletop.RULES[name] for name in task.names]
 
         def column(flags: list[bool]) -> Tensor:
             return torch.tensor(flags, device=device)[:, None]
@@ -58,10 +50,10 @@ class Expert:
         d = self.task.displacements(qpos, s["combination"], s["spot"])
         a, b = tool + d[:, 3], tool + d[:, 4]
         # Two blocks in one zone stand side by side along x, because the fingers close along y.
-        half = 0.5 * BLOCK_DISTANCE * self._gather[kind]
+        half = 0.5 * tabletop.BLOCK_DISTANCE * self._gather[kind]
         aside = torch.cat((half, torch.zeros_like(a[:, :2])), dim=1)
         goal_a, goal_b = a + d[:, 0] + aside, b + d[:, 1] - aside
-        is_open = fingers.amin(1, keepdim=True) > HALF_EDGE + 0.008
+        is_open = fingers.amin(1, keepdim=True) > tabletop.HALF_EDGE + 0.008
         released_a = is_open | (d[:, 3].square().sum(1, keepdim=True) > 0.045**2)
         move_b = self._both[kind] & _is_at(a, goal_a) & released_a
         block, goal = torch.where(move_b, b, a), torch.where(move_b, goal_b, goal_a)
@@ -73,7 +65,7 @@ class Expert:
     def _reach_action(self, tool: Tensor, ctrl: Tensor, goal: Tensor, touch: Tensor) -> Tensor:
         """Move over the goal, then down, to the table where ``touch`` bool [N, 1]."""
         near = _horizontal(goal - tool) < 0.02
-        low = torch.where(touch, LOW[2], goal[:, 2:] + 0.01)
+        low = torch.where(touch, tabletop.LOW[2], goal[:, 2:] + 0.01)
         z = torch.where(near, low, TRAVEL_HEIGHT)
         return _action(ctrl, torch.cat((goal[:, :2], z), dim=1), torch.zeros_like(z))
 
@@ -89,7 +81,7 @@ class Expert:
         low = tool[:, 2:] < 0.105
 
         # Approach: across at TRAVEL_HEIGHT, then down once straight above with open fingers.
-        is_open = finger > FINGER_OPEN - 0.005
+        is_open = finger > tabletop.FINGER_OPEN - 0.005
         above = (_horizontal(offset) < torch.where(low, 0.012, 0.006)) & is_open
         xy = torch.where(low & ~above, tool[:, :2], block[:, :2])
         approach = torch.cat((xy, torch.where(above, block[:, 2:], TRAVEL_HEIGHT)), dim=1)
@@ -115,16 +107,18 @@ class Expert:
         across = (offset - along * ahead).abs().sum(1, keepdim=True)
         pushing = low & (along < -0.032) & (across < 0.013)
         # Push: forward, with the block's centre straight ahead.
-        forward = torch.where(ahead != 0, tool[:, :2] + STEP * PUSH_ACTION * ahead, block[:, :2])
+        forward = torch.where(
+            ahead != 0, tool[:, :2] + tabletop.STEP * PUSH_ACTION * ahead, block[:, :2]
+        )
         # Otherwise: away from the block, up, across at HOP_HEIGHT, down.
         start = block[:, :2] - PUSH_START * ahead
         over = _horizontal(tool[:, :2] - start) < 0.012
         touching = (tool[:, 2:] < 0.06) & (_horizontal(offset) < PUSH_START - 0.012)
-        away = tool[:, :2] + STEP * offset / _horizontal(offset).clamp_min(1e-6)
+        away = tool[:, :2] + tabletop.STEP * offset / _horizontal(offset).clamp_min(1e-6)
         free = (tool[:, 2:] > HOP_HEIGHT - 0.012) | over
         around = torch.where(touching, away, torch.where(free, start, tool[:, :2]))
         raised = torch.where(touching, tool[:, 2:], HOP_HEIGHT)
-        height = torch.where(pushing | over, LOW[2] + 0.002, raised)
+        height = torch.where(pushing | over, tabletop.LOW[2] + 0.002, raised)
         xy = torch.where(pushing, forward, around)
         return _action(ctrl, torch.cat((xy, height), dim=1), -torch.ones_like(height))
 
@@ -141,4 +135,4 @@ def _is_at(block: Tensor, goal: Tensor) -> Tensor:
 
 def _action(ctrl: Tensor, target: Tensor, finger: Tensor) -> Tensor:
     """Return the action towards the tool target [N, 3] that moves the fingers by [N, 1]."""
-    return torch.cat(((target - ctrl[:, :3]) / STEP, finger), dim=1).clamp(-1.0, 1.0)
+    return torch.cat(((target - ctrl[:, :3]) / tabletop.STEP, finger), dim=1).clamp(-1.0, 1.0)

@@ -196,9 +196,7 @@ class Task(ABC):
         """
         if name != "command" or not self.commands:
             return None
-        flips = [
-            -1.0 if name == "y" or name.endswith(("_y", "_yaw")) else 1.0 for name in self.commands
-        ]
+        flips = [-1.0 if n == "y" or n.endswith(("_y", "_yaw")) else 1.0 for n in self.commands]
         return x * x.new_tensor(flips)
 
     def carry_over(self, s: State, start: State, u: Tensor) -> dict[str, Tensor]:

@@ -52,6 +52,14 @@ def test_the_contract_holds(name: str, options: dict[str, Any]) -> None:
     report = check_env(lambda seeds: make(name, seeds=seeds, **options), steps=30)
     assert report.longest == options.get("max_episode_steps", 5) and report.seeded
 
+    if name == "OldGym":  # a class whose constructor alone takes a seed
+        with pytest.warns(UserWarning, match="takes no seed"):
+            env = make("Constructed")
+        first = env.reset()
+        assert isinstance(first, Tensor) and len(first[:, 0].unique()) == 4
+        env.restart([7, 8, 9, 10])
+        assert not torch.equal(torch.as_tensor(env.reset()), first)
+
 
 # ---------------------------------------------------------------------------- legged_gym and rsl_rl
 @pytest.mark.parametrize("name", ["Legged", "RslRl2", "RslRl3"])

@@ -122,6 +122,8 @@ def test_noise_has_the_standard_deviation_and_changes_every_step() -> None:
     lag = (e[1:] * e[:-1]).mean() / e.var()
     assert abs(float(lag)) < 0.02, "steps are independent"
     assert abs(float((e[:, 1:] * e[:, :-1]).mean() / e.var())) < 0.02, "environments, too"
+    with pytest.raises(ValueError, match="it must be a number"):
+        scripted([1], obs_noise={"state": None})
 
 
 def test_bias_is_constant_in_an_episode_and_differs_between_episodes() -> None:

@@ -83,6 +83,14 @@ def test_payload_and_centre_of_mass_of_a_base() -> None:
     assert drawn["body_ipos"][0].numpy() == pytest.approx(centre)
     with pytest.raises(EnvError, match="no floating base"):
         Randomization(arm(), {"payload": (0.0, 1.0)})
+    with pytest.raises(EnvError, match="all that it scales is 0"):
+        Randomization(model, {"friction_loss": (0.5, 2.0)})
+    # The visible colour of a geom with a material is shifted.
+    red = '<asset><material name="red" rgba="1 0 0 1"/></asset>'
+    geom = '<worldbody><geom size="1" material="red"/></worldbody>'
+    model = mujoco.MjModel.from_xml_string(f"<mujoco>{red}{geom}</mujoco>")
+    sampled = Randomization(model, {"colour": (-0.1, -0.1)}).sample(torch.zeros(1, 6))
+    assert sampled["geom_rgba"][0, 0].tolist() == pytest.approx([0.9, 0, 0, 1])
 
 
 @pytest.mark.parametrize("target", [0.15, 3.0])  # within the servo's limit of 5 N m, and beyond

@@ -25,6 +25,7 @@ import embodied_envs
 from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics import mujoco_env, mujoco_warp
+from embodied_envs.physics.make import compile_model
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.physics.mujoco_warp import WarpPhysics
 from embodied_envs.tasks import State, Task
@@ -333,6 +334,14 @@ def test_pushes_and_encoder_errors_equal_the_cpu_engines(monkeypatch) -> None:
     cpu, gpu = make(**ROBOT, simulator="mujoco"), make(**ROBOT)
     assert compare(cpu, gpu, 7, 1e-4) == 28
     assert float(cpu.s["qvel"][:, 6:8].norm(dim=1).min()) > 0.1
+    # Constants of the model follow from the armature.
+    env = make("HalfCheetah", 1, randomize=True, ranges={"armature": (3, 3)})
+    env.reset()
+    model = compile_model(env.task, "HalfCheetah")
+    model.dof_armature *= 3
+    mujoco.mj_setConst(model, mujoco.MjData(model))
+    constants = env.physics._warp_model.dof_invweight0.numpy()[0]
+    np.testing.assert_allclose(constants, model.dof_invweight0, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------- images
@@ -352,6 +361,12 @@ def test_images_equal_opengls() -> None:
         )
         if action is not None:
             x, y = a.step(action).obs, b.step(action).obs
+
+    two: dict[str, Any] = {"cameras": ["wrist", "front"], "id": "PandaPickCube", "n": 1}
+    for simulator in ("mujoco", "warp"):
+        env = make(simulator=simulator, **two)
+        assert list(env.obs_spec) == ["state", "wrist", "front"]
+        env.close()
 
 
 # ----------------------------------------------------------------------------------------- refusals

@@ -53,13 +53,8 @@ def test_feet_legs_and_pairs() -> None:
 
 def test_actuators() -> None:
     servo, limited, motor = (quadruped().actuators[i] for i in (0, 4, 6))
-    assert (servo.name, servo.kind, servo.kp, servo.kd, servo.force) == (
-        "FL_roll",
-        "position",
-        40,
-        1,
-        10,
-    )
+    expected = ("FL_roll", "position", 40, 1, 10)
+    assert (servo.name, servo.kind, servo.kp, servo.kd, servo.force) == expected
     # 10 N m / (40 N m/rad) = 0.25 rad; the range is that of the joint.
     assert (servo.home, servo.low, servo.high, servo.scale) == (pytest.approx(0.1), -0.5, 0.5, 0.25)
     assert limited.name == "FL_pitch" and limited.force == 20, "the joint's actuatorfrcrange"

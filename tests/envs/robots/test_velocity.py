@@ -170,7 +170,7 @@ def test_invalid_options_are_refused(
         embodied_envs.make(task, num_envs=1, seeds=[0], **options)
 
 
-def test_contacts_of_feet_and_other_parts() -> None:
+def test_contacts_of_feet_and_other_parts(tmp_path: Path) -> None:
     env = make()
     env.reset()
     for _ in range(20):
@@ -186,6 +186,18 @@ def test_contacts_of_feet_and_other_parts() -> None:
     assert not bool(task.down(s).any()) and bool(task.terminated(s).all())
     assert bool((task.undesired_contacts(s, s, s["last_action"]) >= 4).all())
     env.close()
+    # Contacts of an arm, which has no feet.
+    link = '<body pos="0 0 .1"><joint name="j" axis="0 1 0"/><geom name="link" size=".2"/></body>'
+    floor = '<geom name="floor" type="plane" size="1 1 .1"/>'
+    motor = '<actuator><motor joint="j"/></actuator>'
+    (tmp_path / "arm.xml").write_text(
+        f"<mujoco><worldbody>{floor}{link}</worldbody>{motor}</mujoco>"
+    )
+    prepared = Preparation(contacts={"hit": ("link", "floor")}).prepare(tmp_path / "arm.xml")
+    model = prepared.compile()
+    data = mujoco.MjData(model)
+    mujoco.mj_forward(model, data)
+    assert data.sensor("hit").data[0] == 1
 
 
 def test_contacts_are_those_of_the_state_after_each_step() -> None:

@@ -47,9 +47,7 @@ def test_splits_share_no_combination_and_no_sentence() -> None:
     everything = {c for name in ALL for c in combinations(name)}
     assert set(train) | set(combination) == everything and not set(train) & set(combination)
     assert set(wording) == set(train)
-    sentences = [
-        [x for xs in split.values() for x in xs] for split in (train, combination, wording)
-    ]
+    sentences = [[x for xs in s.values() for x in xs] for s in (train, combination, wording)]
     # each sentence occurs once
     assert len({x for xs in sentences for x in xs}) == sum(map(len, sentences))
     assert len(ALL) >= 10

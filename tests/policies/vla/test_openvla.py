@@ -216,9 +216,7 @@ def test_gradients_reach_exactly_the_trained_parameters() -> None:
     body = randomise(OpenVLABody(CONFIG))
     model = model_of(body)
     model.logits(hidden_states(model, *batch(), bins())).square().mean().backward()
-    empty = {
-        name for name, p in body.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
-    }
+    empty = {n for n, p in body.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0}
     assert empty == {name for name, p in body.named_parameters() if not p.requires_grad}
     unread = ("dino.encoder.layer.2.", "dino.layernorm.")
     unread += ("siglip.encoder.layers.3.", "siglip.post_layernorm.", "siglip.head.")

@@ -256,9 +256,7 @@ def test_round_trip(tmp_path, dtype: torch.dtype) -> None:
     published_weights.save(entries, source, written, openvla_files.rename)
     again = load_file(tmp_path / "b" / "model.safetensors")
     assert again.keys() == tensors.keys()
-    assert all(
-        again[key].dtype == dtype and torch.equal(again[key], tensors[key]) for key in tensors
-    )
+    assert all(again[k].dtype == dtype and torch.equal(again[k], tensors[k]) for k in tensors)
     assert json.loads((written / "config.json").read_text()) == config_json()
     assert {file.name for file in written.iterdir()} == {"config.json", "model.safetensors"}
 
@@ -287,9 +285,7 @@ def test_shards_and_timm_names_of_layer_scales(tmp_path) -> None:
     tensors = {key.replace("scale_factor", "gamma"): value for key, value in synthetic().items()}
     names = sorted(tensors)
     (tmp_path / "config.json").write_text(json.dumps(config_json()))
-    file_of_key = {
-        name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)
-    }
+    file_of_key = {n: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, n in enumerate(names)}
     for file in set(file_of_key.values()):
         save_file(
             {name: tensors[name] for name in names if file_of_key[name] == file}, tmp_path / file

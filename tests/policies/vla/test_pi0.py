@@ -412,9 +412,7 @@ def test_train_and_evaluate(trunk: str, tmp_path, capsys, monkeypatch) -> None:
     )
     assert evaluation["eval/return"] == summary["final_return"]
     weights = torch.load(Path(summary["checkpoint"]) / "policy.pt", weights_only=True)
-    assert any(name.startswith("trunk.vlm.vision_tower") for name in weights) == (
-        trunk == "trained"
-    )
+    assert any(n.startswith("trunk.vlm.vision_tower") for n in weights) == (trunk == "trained")
     if "lora_rank" in TRUNKS[trunk]:
         export = ("export", f"checkpoint={summary['checkpoint']}", "lora=adapter", "out=adapter")
         assert run_command(capsys, *export)["action_difference"] == 0

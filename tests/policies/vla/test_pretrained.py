@@ -168,9 +168,7 @@ def test_recomputed_layers_give_equal_gradients_and_store_less(
         stored.append(sum(saved))
         out.log_prob.sum().backward()
         grads.append({n: p.grad for n, p in policy.named_parameters() if p.grad is not None})
-        assert not any(
-            module.training for module in policy.modules() if isinstance(module, torch.nn.Dropout)
-        )
+        assert not any(m.training for m in policy.modules() if isinstance(m, torch.nn.Dropout))
     assert grads[0].keys() == grads[1].keys()
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad)

@@ -143,10 +143,8 @@ def test_a_single_grader_keeps_its_grade_and_a_rule_of_weight_0_only_judges(pool
     samples, prompts = batch("ab", "bad", "x")
     assert RewardTerms([RewardTerm("", rule)]).grade(samples, prompts) == rule.grade(samples)
     judged = RewardTerms([RewardTerm("", rule, 0.0), RewardTerm("", model)]).grade(samples, prompts)
-    assert [(g.score, g.answer, g.correct) for g in judged[::2]] == [
-        (2, "ab", True),
-        (1, "x", False),
-    ]
+    expected = [(2, "ab", True), (1, "x", False)]
+    assert [(g.score, g.answer, g.correct) for g in judged[::2]] == expected
     assert judged[1].failed
     # Where only the rule fails, the score is valid and nothing is known about correctness.
     reward = RewardTerms([RewardTerm("", model, 0.0), RewardTerm("", rule)])

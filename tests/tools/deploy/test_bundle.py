@@ -273,12 +273,20 @@ def test_comparison_names_faults_of_a_pipeline(
         assert not finding.endswith("$") or line.endswith(finding.rstrip("$").split(" .*")[-1])
 
 
-def test_images_are_compared_as_a_whole() -> None:
+def test_images_and_damaged_recordings(policy: Policy, tmp_path: Path) -> None:
     image = np.random.default_rng(0).integers(0, 255, (3, 8, 9, 3), dtype=np.uint8)
     for changed, text in ((image[..., ::-1], "differs by"), (image / 255, "dtype float64")):
         (line,) = run_policy.describe_image("camera", image, changed)
         assert text in line
     assert run_policy.describe_image("camera", image, image ^ 1) == []
+    # A damaged recording, and one whose times are equal.
+    file = tmp_path / "recording.npz"
+    np.savez(file, **recorded(policy))
+    file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(BundleError, match="not a file of numpy"):
+        policy.compare(str(file))
+    (line,) = policy.compare({"time_s": np.zeros(9)})
+    assert line.startswith("control rate")
 
 
 @pytest.mark.parametrize(

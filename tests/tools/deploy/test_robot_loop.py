@@ -212,11 +212,12 @@ def test_other_scenes_get_the_gains_and_are_refused_by_name(policy: Policy, caps
     assert device.count == 10
     wrong, arguments = policy.folder / "scene" / "wrong.xml", ["--folder", str(policy.folder)]
     spec.option.timestep = 0.003
-    for i, message in enumerate(("timestep", "no joint", "refuses it")):
-        wrong.write_text(spec.to_xml() if i < 2 else "<mujoco><nothing/></mujoco>")
+    for i, message in enumerate(("timestep", "timestep", "no joint", "refuses it")):
+        wrong.write_text(spec.to_xml() if i < 3 else "<mujoco><nothing/></mujoco>")
         assert run_policy.main([*arguments, "--mujoco", str(wrong)]) == 2
         assert message in capsys.readouterr().err
-        if i == 0:
+        spec.option.timestep = 0.05
+        if i == 1:
             spec.option.timestep, spec.joint(name).name = 0.002, "renamed"
             spec.actuators[0].target = "renamed"
 
@@ -376,11 +377,17 @@ def test_single_lost_measurements_are_bridged(policy: Policy, tmp_path) -> None:
 
     class Lossy(simulation.MujocoRobot):
         def read(self) -> Any:
-            return None if self.count % 3 == 1 else super().read()
+            state = {**super().read(), "command": np.array(command_of(policy)) * self.count}
+            state |= {"target": self.data.ctrl[self.actuators]} if self.count < 9 else {}
+            return None if self.count % 3 == 1 else state
 
     loop = run_loop(policy, Lossy(policy.info, scene(policy)), log=str(tmp_path / "log.npz"))
     assert loop.reason == "finished after 1 s"
-    assert 0.1 < 1 - np.load(tmp_path / "log.npz")["fresh"].mean() < 0.9
+    log = np.load(tmp_path / "log.npz")
+    assert 0.1 < 1 - log["fresh"].mean() < 0.9
+    # A lost measurement repeats the newest command, not the one that the policy has observed.
+    assert (np.diff(log["state/command"][log["phase"] == 1, :1], axis=0) >= 0).all()
+    assert "state/phase" in log and "state/target" not in log
 
 
 @pytest.mark.parametrize("pauses", [1, 3])
@@ -480,6 +487,7 @@ def test_stub_and_wrong_options_are_refused(policy: Policy, tmp_path, capsys) ->
         ([robot, "--watchdog", "0.01"], "--watchdog 0.01: write at least 0.1 s"),
         ([robot, "--command", *["0"] * 5], "--command: write"),
         ([str(tmp_path / "none.py")], "does not exist"),
+        ([robot, "--log", str(tmp_path / "none" / "log.npz")], "No such file"),
     ):
         assert run_policy.main([*common, *options]) == 2
         assert message in capsys.readouterr().err

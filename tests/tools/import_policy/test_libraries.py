@@ -42,9 +42,7 @@ def read(library: str, file: Path, normalizer: Path | None = None, *, critic: bo
 def ours(policy: ImportedPolicy, action: ActionSpec = BOX, **options: Any) -> ActorCritic:
     """Return our network with the weights of an imported policy."""
     derived = policy.fixed_options() | policy.suggested_options() | {"model.activation": "tanh"}
-    section = {
-        path.removeprefix("model."): x for path, x in derived.items() if path.startswith("model.")
-    }
+    section = {k.removeprefix("model."): x for k, x in derived.items() if k.startswith("model.")}
     network = ActorCritic(SPEC, action, loader.read(ModelConfig, [("", section)]).config)
     policy.check_sizes(network, "HalfCheetah-v4")
     policy.load_into(network, normalized_rewards=True, **options)
