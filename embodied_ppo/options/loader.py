@@ -290,9 +290,7 @@ def _read_env(mapping: Mapping[str, Any], label: str, aliases: dict[str, str]) -
         number = show(part.config.env.num_envs)
         raise ConfigError(f"env.num_envs = {number}{_at(label)} is ignored here; set num_envs")
     aliases.update(part.aliases)
-    return {
-        path.removeprefix("env."): _plain(attrgetter(path)(part.config)) for path in part.origin
-    }
+    return {p.removeprefix("env."): _plain(attrgetter(p)(part.config)) for p in part.origin}
 
 
 # -------------------------------------------------------------------------------------------- types

@@ -80,6 +80,9 @@ def _merged(options: Mapping[str, Any]) -> dict[str, Any]:
         merged["algorithm.adam_betas"] = [*betas]
     if options.get("algorithm.chunk_reward") == "sum":
         merged["algorithm.reward_type"] = "chunk_sum"
+    for name, by in (("reward_shift", "mean"), ("reward_scale", "std")):
+        if options.get(f"algorithm.{name}") and options["algorithm.reward_norm"] != "running":
+            merged["algorithm.reward_norm_by"] = by
     if options.get("algorithm.entropy_end", 1.0) != 1.0:
         merged["algorithm.entropy_schedule"] = "linear"
     # The bound fell during the run: weights respect it, and a resumed run has the first one.

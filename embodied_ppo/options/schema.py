@@ -467,7 +467,7 @@ class ModelConfig:
 KL_IN_REWARD = equals("algorithm.use_kl_in_reward", True)
 ADAPTIVE_KL = KL_IN_REWARD & equals("algorithm.kl_ctrl.type", "adaptive")
 KL_LOSS = equals("algorithm.use_kl_loss", True)
-REWARD_NORM = equals("algorithm.reward_norm", "batch", "group", "running")
+REWARD_NORM = equals("algorithm.reward_norm", "batch", "group")
 GAE = equals("algorithm.adv_type", "gae")
 FILES = equals("data.task", None)
 FIXED_LAMBDA = ReadIf(
@@ -622,10 +622,9 @@ class AlgorithmConfig:
     reward_norm: Literal["batch", "group", "running"] | None = None
     """Reward normalisation: over the rollout, over the group, or by the running standard deviation
     of the discounted return; null: none."""
-    reward_shift: bool = option(False, read_if=REWARD_NORM)
-    """With reward_norm: subtract the mean and do not divide."""
-    reward_scale: bool = option(False, read_if=REWARD_NORM)
-    """With reward_norm: divide by the standard deviation and do not subtract the mean."""
+    reward_norm_by: Literal["mean_std", "mean", "std"] = option("mean_std", read_if=REWARD_NORM)
+    """With reward_norm: mean subtracts the mean and does not divide; std divides by the standard
+    deviation and does not subtract the mean; mean_std does both."""
     reward_groups: dict[str, RewardGroupConfig] = option({})
     """Parts of the reward with a value output each (several critics): NAME -> {terms, gamma,
     gae_lambda, normalize, weight}, such as {task: {terms: [forward]}, style: {terms: rest, weight:
@@ -692,6 +691,13 @@ class AlgorithmConfig:
     policy stays random; 0.5 is usual, in the units of actions (before the tanh). Acting, the
     entropy and the recorded log-probabilities have no z. approx_kl contains it, about A rpo_alpha^2
     / (6 std^2) for A numbers, which target_kl_stop and the adaptive schedules see. null: off."""
+    noise_correlation: Annotated[float, Limit(ge=0, lt=1)] = option(
+        0.0, mode="embodied", read_if=CONTINUOUS
+    )
+    """Correlation of the noise of neighbouring steps where an environment finds no reward: where
+    all rewards of its last rollout are equal, and 0 or less. Noise that is independent in time
+    cancels in the motion, so that a reward that few states have is not found. Gaussian actions
+    only; the recorded log-probabilities are those of independent noise."""
     symmetry: Literal["augment", "loss", "both"] | None = option(None, mode="embodied")
     """Learn that left and right of a robot are equal. The mirror image M is derived from the model
     and the task; more than 20 % of difference is refused (our own tasks with a free base). augment:

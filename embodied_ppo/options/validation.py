@@ -16,21 +16,13 @@ from typing import get_args
 
 from embodied_envs.base.errors import ConfigError, choose, show
 from embodied_ppo.core.errors import PlacementError
-from embodied_ppo.options import placement
+from embodied_ppo.options import placement, schema
 from embodied_ppo.options.readers import mode_of, unread
 from embodied_ppo.options.reward_groups import CURIOSITY, reward_groups
 from embodied_ppo.options.rules import base
 from embodied_ppo.options.rules.base import refuse, refuse_any
 from embodied_ppo.options.rules.embodied import check_task_names
 from embodied_ppo.options.rules.select import CHECKS
-from embodied_ppo.options.schema import (
-    ClusterConfig,
-    Config,
-    EvaluateConfig,
-    ExportConfig,
-    Mode,
-    RobustnessFactor,
-)
 
 # Values that switch an option off (0 is False); options that are not read may have them.
 UNSET = (None, False)
@@ -43,7 +35,10 @@ DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 FOLDERS = {"checkpoint": "runs/NAME/DATE-SEED", "out": "my-folder"}
 
 
-def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[str] = ()) -> None:
+def check(
+    config: schema.Config | schema.EvaluateConfig | schema.ExportConfig,
+    explicit: Collection[str] = (),
+) -> None:
     """Compare the options with each other.
 
     Args:
@@ -54,7 +49,7 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         ConfigError: Options exclude each other, or a set option is not read.
         PlacementError: The same, of placement or section cluster.
     """
-    model = config.model if isinstance(config, EvaluateConfig) else None
+    model = config.model if isinstance(config, schema.EvaluateConfig) else None
     for path, example in FOLDERS.items():
         refuse(
             getattr(config, path, None) == "" and model is None,
@@ -62,14 +57,14 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
         )
     names = getattr(config, "trackers", ())
     refuse(len({*names}) < len(names), f"write each name once: trackers = {show(names)}")
-    if isinstance(config, ExportConfig):
+    if isinstance(config, schema.ExportConfig):
         return
     refuse(
         not DEVICE.fullmatch(config.device),
         f"write device=cpu, which works everywhere: device = {show(config.device)} must be auto,"
         " cpu, cuda or cuda:N",
     )
-    if isinstance(config, EvaluateConfig):
+    if isinstance(config, schema.EvaluateConfig):
         _check_unread(config, explicit)
         _check_robustness(config)
         refuse(
@@ -102,7 +97,7 @@ def check(config: Config | EvaluateConfig | ExportConfig, explicit: Collection[s
     _check_unread(config, explicit, config.mode)
 
 
-def check_command(config: Config, command: str, arguments: Collection[str] = ()) -> None:
+def check_command(config: schema.Config, command: str, arguments: Collection[str] = ()) -> None:
     """Check that a teacher is set for ``distill`` and for no other command.
 
     An experiment may contain options of PPO for the run that starts from the student. ``distill``
@@ -144,7 +139,9 @@ def check_command(config: Config, command: str, arguments: Collection[str] = ())
 
 
 def _check_unread(
-    config: Config | EvaluateConfig, explicit: Collection[str], mode: Mode | None = None
+    config: schema.Config | schema.EvaluateConfig,
+    explicit: Collection[str],
+    mode: schema.Mode | None = None,
 ) -> None:
     """Refuse options that are set, but whose condition does not hold. Raises ConfigError."""
     for path, condition in unread(config, mode):
@@ -155,7 +152,7 @@ def _check_unread(
         )
 
 
-def _check_placement(config: Config) -> None:
+def _check_placement(config: schema.Config) -> None:
     """Check what does not depend on the devices of this machine. Raises PlacementError."""
     cluster, preset = config.cluster, config.placement
     if cluster.component_placement:
@@ -168,14 +165,14 @@ def _check_placement(config: Config) -> None:
     if base.one_process(config):
         for name, value in vars(cluster).items():
             refuse(
-                name != "stages" and value != getattr(ClusterConfig(), name),
+                name != "stages" and value != getattr(schema.ClusterConfig(), name),
                 f"remove cluster.{name} = {show(value)}, or choose a placement"
                 f" ({', '.join(placement.PRESETS)}): placement=local is one process",
                 PlacementError,
             )
 
 
-def roles(config: Config) -> list[str]:
+def roles(config: schema.Config) -> list[str]:
     """Return the roles of a run."""
     a = config.algorithm
     if config.mode == "embodied":
@@ -186,9 +183,9 @@ def roles(config: Config) -> list[str]:
     return [role for role in placement.ROLES[config.mode] if role not in unused]
 
 
-def _check_robustness(config: EvaluateConfig) -> None:
+def _check_robustness(config: schema.EvaluateConfig) -> None:
     """Check the values of robustness_values. Raises ConfigError."""
-    factors = get_args(RobustnessFactor)
+    factors = get_args(schema.RobustnessFactor)
     for name, values in config.robustness_values.items():
         path = f"robustness_values.{name}"
         if name not in factors:
@@ -205,19 +202,19 @@ def _check_robustness(config: EvaluateConfig) -> None:
         )
 
 
-def check_evaluation(config: EvaluateConfig, mode: str, explicit: Collection[str]) -> None:
+def check_evaluation(config: schema.EvaluateConfig, mode: str, explicit: Collection[str]) -> None:
     """Refuse options that the checkpoint's mode does not read. Raises ConfigError."""
     policy = "robot policy" if mode == "embodied" else "language model"
     for path in sorted({path.partition(".")[0] for path in explicit}):
         value = getattr(config, path)
         refuse(
-            mode_of(path, EvaluateConfig) not in (None, mode) and value not in (*UNSET, ()),
+            mode_of(path, schema.EvaluateConfig) not in (None, mode) and value not in (*UNSET, ()),
             f"remove {path}: {config.checkpoint} is a {policy}, which ignores {path} ="
             f" {show(value)}",
         )
 
 
-def check_changed_env(config: Config, changes: Collection[str]) -> None:
+def check_changed_env(config: schema.Config, changes: Collection[str]) -> None:
     """Refuse changed options of an evaluation's environment that are not read, as ``train`` does.
 
     Args:
@@ -236,7 +233,7 @@ def check_changed_env(config: Config, changes: Collection[str]) -> None:
     _check_unread(config, {f"env.{name}" for name in changes}, config.mode)
 
 
-def _check_algorithm(config: Config) -> None:
+def _check_algorithm(config: schema.Config) -> None:
     """Refuse options of section algorithm that exclude or need each other. Raises ConfigError."""
     a, comparison = config.algorithm, base.group_comparison(config)
     members = "environments" if config.mode == "embodied" else "responses"
@@ -260,10 +257,6 @@ def _check_algorithm(config: Config) -> None:
         f"write algorithm.gae_lambda_value=1: with {targets:g} the targets contain the critic's own"
         f" values, and algorithm.critic_warmup_variance = {a.critic_warmup_variance} measures"
         " returns": a.critic_warmup_variance is not None and a.adv_type == "gae" and targets < 1,
-        "leave both false to subtract and divide: algorithm.reward_shift = true only subtracts,"
-        " algorithm.reward_scale = true only divides": a.reward_shift and a.reward_scale,
-        "write algorithm.reward_norm=batch: running subtracts no mean, reward_shift = true"
-        " does": a.reward_shift and a.reward_norm == "running",
         f"algorithm.adam_betas = {show(a.adam_betas)} must be two numbers; write"
         " algorithm.adam_betas=[0.9,0.999]": len(a.adam_betas) != 2,
     }
@@ -278,7 +271,7 @@ def _check_algorithm(config: Config) -> None:
         )
 
 
-def _check_popart(config: Config) -> None:
+def _check_popart(config: schema.Config) -> None:
     """Refuse options that need several values, or parts of one. Raises ConfigError."""
     a, tasks = config.algorithm, config.env.tasks
     action_level = a.reward_type == "action_level" and config.env.action_chunk > 1
@@ -296,7 +289,7 @@ def _check_popart(config: Config) -> None:
         )
 
 
-def _check_reward_groups(config: Config) -> None:
+def _check_reward_groups(config: schema.Config) -> None:
     """Refuse reward groups that overlap, or that other options exclude. Raises ConfigError."""
     a, groups = config.algorithm, config.algorithm.reward_groups
     owner: dict[str, str] = {}

@@ -46,8 +46,7 @@ def shape_rewards(
         reward = normalize_rewards(
             reward,
             mask,
-            shift=c.reward_shift,
-            scale=c.reward_scale,
+            by=c.reward_norm_by,
             group_size=c.group_size if c.reward_norm == "group" else None,
         )
     if c.reward_clip is not None and c.reward_clip_order == "after_norm":
@@ -92,17 +91,11 @@ def clip_rewards(reward: Tensor, mask: Tensor, limit: float) -> Tensor:
 # ----------------------------------------------------------------------------------------- formulas
 @torch.no_grad()
 def normalize_rewards(
-    reward: Tensor,
-    mask: Tensor,
-    *,
-    shift: bool = False,
-    scale: bool = False,
-    group_size: int | None = None,
+    reward: Tensor, mask: Tensor, *, by: str = "mean_std", group_size: int | None = None
 ) -> Tensor:
     """Standardise rewards over all unmasked entries, or over those of each group of columns.
 
-    r ← (r − μ)·rsqrt(σ² + 1e-8); with ``shift`` alone r − μ, with ``scale`` alone
-    r·rsqrt(σ² + 1e-8)
+    r ← (r − μ)·rsqrt(σ² + 1e-8); by "mean" r − μ, by "std" r·rsqrt(σ² + 1e-8)
 
     σ is unbiased. Sets of fewer than 2 entries are not normalised, and a deviation below 1e-6 is
     not divided by.
@@ -110,8 +103,7 @@ def normalize_rewards(
     Args:
         reward: [T, N].
         mask: bool [T, N].
-        shift: Subtract the mean only.
-        scale: Divide by the deviation only.
+        by: Statistics that are used, see ``algorithm.reward_norm_by``.
         group_size: Columns of a group; None: all columns are one set.
 
     Returns:
@@ -126,9 +118,9 @@ def normalize_rewards(
     var = square / (count - 1).clamp(min=1)
     # Equal rewards differ by rounding only, which a division would amplify.
     factor = torch.where(var > 1e-12, torch.rsqrt(var + EPS), 1.0)
-    if shift and not scale:
+    if by == "mean":
         y = x - mean
-    elif scale and not shift:
+    elif by == "std":
         y = x * factor
     else:
         y = (x - mean) * factor

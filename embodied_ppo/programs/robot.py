@@ -302,6 +302,8 @@ def make_rollout(
         limits = a.rollout_micro_batch_size, a.logprob_forward_micro_batch_size
         rows = a.horizon * a.rollout_epoch
         kept_inputs = policy.kept_inputs(rows, env.num_envs, *limits)
+    # Other distributions draw other random numbers.
+    gaussian = isinstance(policy, ActorCritic) and policy.kind.endswith("gaussian")
     return Rollout(
         env,
         policy,
@@ -316,6 +318,7 @@ def make_rollout(
         # Discount within a chunk; between decisions the estimator of advantages discounts.
         gamma=a.gamma if a.reward_type != "chunk_sum" else 1.0,
         reward_groups=rollout_groups(a) if a.reward_groups or a.curiosity.weight else (),
+        noise_correlation=a.noise_correlation if gaussian else 0.0,
         rows=a.rollout_micro_batch_size,
         kept_inputs=kept_inputs,
         schedule=schedule,

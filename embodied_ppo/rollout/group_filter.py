@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base import tree
+from embodied_envs.types import Step
+from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.types import Mean, Metrics, Trajectory, add_metrics
 from embodied_ppo.rollout.episode_statistics import EPISODE_METRICS
 
@@ -33,6 +35,23 @@ def mixed_groups(success: Tensor, counted: Tensor, group_size: int) -> Tensor:
     """
     success, counted = (x.reshape(-1, group_size) for x in (success, counted))
     return (success & counted).any(1) & (~success & counted).any(1)
+
+
+def simulated_success(env_id: str, steps: Sequence[Step], mask: Tensor) -> Tensor:
+    """Return whether the first episode of each environment succeeded, bool [N].
+
+    Raises:
+        RunRefused: No step reports success.
+    """
+    if all(step.success is None for step in steps):
+        raise RunRefused(
+            f"algorithm.group_filter = success: env.id={env_id} reports no success; write"
+            " algorithm.group_filter=null, or return its flag as success in the info"
+        )
+    # An episode succeeds if one of its unmasked steps reports success.
+    flags = [s.success if s.success is None else s.success.bool() for s in steps]
+    succeeded = [torch.zeros_like(mask[0]) if x is None else x for x in flags]
+    return (torch.stack(succeeded) & mask).any(0)
 
 
 def mask_groups(
@@ -75,6 +94,8 @@ def join_passes(
         groups = [x.unflatten(1, (-1, group_size)) for x in parts]  # [T, G, g, ..]
         return torch.stack(groups, 2).flatten(1, 3)
 
+    if len(passes) == 1:
+        return passes[0]
     trajectories, metrics = zip(*passes, strict=True)
     of_episodes = {k: x for k, x in metrics[-1].items() if k.startswith(EPISODE_METRICS)}
     return tree.map(join, *trajectories), add_metrics(metrics) | of_episodes

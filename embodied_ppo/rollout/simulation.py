@@ -17,20 +17,20 @@ from embodied_envs.base.random import env_seeds, sampling_key
 from embodied_envs.base.tree import apply_in_parts
 from embodied_envs.types import Obs, Step, VectorEnv, starts
 from embodied_ppo.core import compile
-from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.recurrent_state import EpisodeMemory
 from embodied_ppo.core.types import Decision, Mean, Metrics, Policy, Trajectory
 from embodied_ppo.options.reward_groups import RewardGroup
 from embodied_ppo.rollout.acting import Acting
 from embodied_ppo.rollout.bootstrap import next_values, split_by_action
-from embodied_ppo.rollout.divergence import (
-    Divergence,
-    DivergenceGuard,
-    DivergenceLog,
-    stack_divergences,
-)
+from embodied_ppo.rollout.divergence import DivergenceGuard, DivergenceLog, stack_divergences
 from embodied_ppo.rollout.episode_statistics import EpisodeStatistics
-from embodied_ppo.rollout.group_filter import GroupFilter, join_passes, mask_groups
+from embodied_ppo.rollout.exploration_noise import ExplorationNoise
+from embodied_ppo.rollout.group_filter import (
+    GroupFilter,
+    join_passes,
+    mask_groups,
+    simulated_success,
+)
 from embodied_ppo.rollout.group_rewards import GroupRewards
 from embodied_ppo.rollout.staggering import Staggering
 
@@ -58,12 +58,9 @@ def collect_passes(rollouts: Sequence[Rollout], horizon: int, **index: int) -> l
 
     Arguments as of ``Rollout.collect``.
     """
-    passes = [
-        interleave([r.collecting(horizon, repeat=i, **index) for r in rollouts])
-        for i in range(rollouts[0].passes)
-    ]
-    if len(passes) == 1:
-        return passes[0]
+    passes = []
+    for i in range(rollouts[0].passes):
+        passes.append(interleave([r.collecting(horizon, repeat=i, **index) for r in rollouts]))
     return [join_passes(parts, rollouts[0].group_size) for parts in zip(*passes, strict=True)]
 
 
@@ -87,7 +84,7 @@ class _Record:
     steps: list[Step] = field(default_factory=list)
     kept: dict[str, Tensor] = field(default_factory=dict)
     cuts: dict[int, Tensor] = field(default_factory=dict)
-    divergences: dict[int, Divergence] = field(default_factory=dict)
+    divergences: dict[int, Any] = field(default_factory=dict)
 
 
 class Rollout:
@@ -111,6 +108,7 @@ class Rollout:
         stagger: bool = False,
         gamma: float = 1.0,
         reward_groups: Sequence[RewardGroup] = (),
+        noise_correlation: float = 0.0,
         rows: int | None = None,
         kept_inputs: Sequence[str] = (),
         schedule: compile.CompileSchedule | None = None,
@@ -140,6 +138,7 @@ class Rollout:
                 ``Staggering``. Ignored with group_size > 1 or one_episode.
             gamma: Discount of the rewards inside an action chunk, if a chunk has one reward.
             reward_groups: Groups of the reward, with a value and a ``gamma`` each. Empty: none.
+            noise_correlation: See ``algorithm.noise_correlation``.
             rows: Largest number of observations in one forward pass of the policy; None: all.
             kept_inputs: Inputs of the policy to keep, see ``Trajectory.kept``.
             schedule: Schedule of the switch to compiled code; None: never.
@@ -178,10 +177,11 @@ class Rollout:
         self.cpu_clock = time.process_time  # measures them
         self.device = env.device
         self.rows = rows
-        # The policy acts eagerly first and as compiled code later; noise comes from one generator.
+        # The policy acts eagerly first and as compiled code later.
         self.acting = Acting(policy, schedule or compile.CompileSchedule(None), rows, kept_inputs)
         self._stopped = False
-        self.generator = torch.Generator(device=self.device)
+        own = slice(self.env_offset, self.env_offset + env.num_envs)
+        self.noise = ExplorationNoise(policy, noise_correlation, self.total, own, self.device)
         self.obs: Obs | None = None
         self.memory = EpisodeMemory(policy, env.num_envs, self.device)
         self.can_save: bool | None = None  # whether the simulator can save its state, once known
@@ -259,6 +259,8 @@ class Rollout:
             RunRefused: Groups are filtered, but the task reports no success; or reward groups do
                 not fit its reward terms.
         """
+        if self.filter is None and self.passes == 1:
+            return interleave([self.collecting(horizon, update=update, version=version)])[0]
         if self.filter is None:
             return collect_passes([self], horizon, update=update, version=version)[0]
         metrics: Metrics = {}
@@ -283,13 +285,8 @@ class Rollout:
         obs = self._first_observation(horizon, update, repeat)
         record = _Record(self.cpu_clock())
         keys = [sampling_key(self.seed, update, repeat, t) for t in range(horizon)]
-        # Noise is drawn for the environments of all stages and then sliced, so that the noise of an
-        # environment does not depend on the number of stages. It is drawn before the loop, while
-        # the CPU caches are warm.
-        own = slice(self.env_offset, self.env_offset + self.env.num_envs)
-        generator, draw = self.generator, self.policy.noise
-        noises = [draw(self.total, generator.manual_seed(key))[own] for key in keys]
-        for t, noise in enumerate(noises):
+        # Noise is drawn before the loop, while the CPU caches are warm.
+        for t, noise in enumerate(self.noise.draw(keys)):
             if self._stopped:
                 raise TrainingError("the rollout was stopped")
             # Choose actions a_t for the observations s_t.
@@ -354,6 +351,8 @@ class Rollout:
         if not self.can_save and not self.one_episode:
             self.actions.append(d.action)
         reward, mask = torch.stack([s.reward for s in steps]), torch.stack([s.mask for s in steps])
+        if self.noise.correlation:
+            self.noise.observe(reward, update)
         terminated = torch.stack([s.terminated for s in steps])
         truncated = torch.stack([s.truncated for s in steps])
         ended = terminated | truncated
@@ -387,7 +386,7 @@ class Rollout:
         if self.filter is not None or self.masks_groups:
             # As without a filter, steps after the end of an episode count: they are simulated.
             simulated = mask.numel() if executed is None else executed.numel()
-            self.outcome = self._episode_success([s.success for s in steps], mask), simulated
+            self.outcome = simulated_success(self.env.id, steps, mask), simulated
         continues = repeat > 0 and self.filter is None
         metrics = self.episodes.add(
             steps, undiscounted, length, counted, damaged, continues=continues
@@ -446,17 +445,6 @@ class Rollout:
             metrics["rollout/terrain_level"] = Mean(float(level.sum()), float(level.numel()))
         return metrics
 
-    def _episode_success(self, success: list[Tensor | None], mask: Tensor) -> Tensor:
-        """Return whether the first episode of each environment succeeded, bool [N]."""
-        if all(x is None for x in success):
-            raise RunRefused(
-                f"algorithm.group_filter = success: env.id={self.env.id} reports no success; write"
-                " algorithm.group_filter=null, or return its flag as success in the info"
-            )
-        # An episode succeeds if one of its unmasked steps reports success.
-        succeeded = [torch.zeros_like(mask[0]) if x is None else x.bool() for x in success]
-        return (torch.stack(succeeded) & mask).any(0)
-
     def _value(self, obs: Obs) -> Tensor:
         """Return V [N] of observations, of the first action if each has one; [N, G] of groups."""
         function = lambda part: self.policy.value(self.policy.encode(part))
@@ -486,6 +474,7 @@ class Rollout:
             "obs": self.obs,
             "memory": self.memory.state_dict() if self.memory.size else None,
             "groups": None if self.filter is None else self.filter.state(),
+            "unrewarded": self.noise.unrewarded,
             **self.episodes.state(),
         }
         if self.divergences.total:
@@ -512,6 +501,8 @@ class Rollout:
         self.divergences.total = 0 if divergence is None else divergence["total"]
         if self.filter is not None:
             self.filter.load_state(state.get("groups"), self.device)
+        if (unrewarded := state.get("unrewarded")) is not None:
+            self.noise.unrewarded = unrewarded.to(self.noise.unrewarded.device)
         self.can_save = state["env"] is not None
         if state["env"] is not None:
             self.obs, self.steps = self.env.load_state(state["env"]), state["steps"]

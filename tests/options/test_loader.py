@@ -407,13 +407,9 @@ def test_alias_of_options_md(alias: str) -> None:
 
 def test_aliases_name_existing_options() -> None:
     known = {k: x for k, x in loader.alias_paths(Config).items() if k != loader.DUAL_CLIP}
-    written = {
-        f"{section}.{alias}".lstrip(".") for section, table in ALIASES.items() for alias in table
-    }
+    written = {f"{s}.{a}".lstrip(".") for s, table in ALIASES.items() for a in table}
     assert written == set(known)
-    assert all(
-        target in loader.describe(Config) for targets in known.values() for target in targets
-    )
+    assert all(t in loader.describe(Config) for ts in known.values() for t in ts)
     assert not set(known) & set(loader.describe(Config))
 
 

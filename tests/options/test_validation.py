@@ -47,7 +47,7 @@ def test_check_refuses_unread_defaults_only_if_explicit() -> None:
     validation.check(Config())
     with pytest.raises(ConfigError, match=r"desired_kl = 0\.01"):
         validation.check(Config(), explicit={"algorithm.desired_kl"})
-    validation.check(Config(), explicit={"algorithm.reward_shift"})  # false switches the option off
+    validation.check(Config(), explicit={"algorithm.whiten_rewards"})  # false switches it off
 
 
 MINE = """

@@ -36,13 +36,12 @@ def test_whiten_rewards_keeps_the_mean():
     ("flags", "expected"),
     [  # 0, 4: mean 2, unbiased deviation √8
         ({}, [-2 / 8**0.5, 2 / 8**0.5]),
-        ({"shift": True}, [-2.0, 2.0]),
-        ({"scale": True}, [0.0, 4 / 8**0.5]),
-        ({"shift": True, "scale": True}, [-2 / 8**0.5, 2 / 8**0.5]),
+        ({"by": "mean"}, [-2.0, 2.0]),
+        ({"by": "std"}, [0.0, 4 / 8**0.5]),
     ],
 )
 @pytest.mark.parametrize("group_size", [None, 2])
-def test_reward_shift_and_scale(flags, expected, group_size):
+def test_rewards_by_mean_and_deviation(flags, expected, group_size):
     out = rewards.normalize_rewards(
         torch.tensor([[0.0, 4.0]]), torch.ones(1, 2).bool(), group_size=group_size, **flags
     )
@@ -67,7 +66,7 @@ def test_reward_norm_over_the_batch_and_over_groups():
 def test_constant_rewards_are_not_divided():
     same = torch.full((3, 4), 0.1)
     mask = torch.ones(3, 4).bool()
-    assert rewards.normalize_rewards(same, mask, scale=True).equal(same)
+    assert rewards.normalize_rewards(same, mask, by="std").equal(same)
     assert rewards.normalize_rewards(same, mask).abs().max() < 1e-6
     single_entry_mask = torch.tensor([[True, False], [False, True]])
     reward = torch.tensor([[5.0, 1.0], [2.0, 7.0]])

@@ -98,8 +98,7 @@ CASES: dict[str, dict[str, Any]] = {
         policy_loss=cispo adv_type=dr_grpo group_size=2 normalize_advantages=false"""),
     "trajectories": {"loss_agg_func": "trajectory-mean", "bootstrap_type": "never"},
     "running": {"reward_norm": "running"},
-    "whitened": run_helpers.options("""reward_norm=batch reward_shift=true reward_scale=true
-        whiten_rewards=true"""),
+    "whitened": {"reward_norm": "batch", "whiten_rewards": True},
     "kl in reward": {
         "use_kl_in_reward": True,
         "kl_penalty": "k2",

@@ -15,7 +15,7 @@ from embodied_envs.base import tree
 from embodied_envs.base.random import env_seeds, sampling_key
 from embodied_ppo.core.types import Mean, Trajectory
 from embodied_ppo.policies import robot_policy
-from embodied_ppo.rollout import environments
+from embodied_ppo.rollout import environments, exploration_noise
 from embodied_ppo.rollout.simulation import Rollout
 
 
@@ -26,12 +26,13 @@ def rollout(
     seed: int = 0,
     group_size: int = 1,
     one_episode=False,
+    noise_correlation: float = 0.0,
     **options,
 ):
     env = toy_envs.ScriptedEnv(lengths, clock, **options)
     policy = toy_envs.CountingPolicy()
-    settings = {"group_size": group_size, "one_episode": one_episode}
-    return env, Rollout(env, policy, seed=seed, **settings)
+    settings = {"group_size": group_size, "noise_correlation": noise_correlation}
+    return env, Rollout(env, policy, seed=seed, one_episode=one_episode, **settings)
 
 
 def number(metric: Mean | float) -> float:
@@ -185,7 +186,7 @@ def test_group_members_share_the_first_observation_but_not_the_action():
 
 
 @pytest.mark.slow
-def test_sampling_key_is_the_same_in_every_process():
+def test_noise_is_equal_in_every_process_and_correlated_without_rewards():
     parts = [(0, 0, 0, 0), (1, 2, "shuffle", 3), (7, "env", 0, 5)]
     code = (
         f"from embodied_envs.base.random import sampling_key\nfor p in {parts!r}:"
@@ -204,6 +205,28 @@ def test_sampling_key_is_the_same_in_every_process():
     assert sampling_key(0, 0, 0, 0) == 3798811674703423765
     grid = {sampling_key(s, u, 0, t) for s in range(5) for u in range(20) for t in range(40)}
     assert len(grid) == 5 * 20 * 40 and all(0 <= k < 2**63 for k in grid)
+    # Of 8 environments the odd ones may have correlated noise; 5 and 7 have rewards.
+    policy: Any = toy_envs.CountingPolicy()
+    keys = [sampling_key(0, 0, 0, t) for t in range(2000)]
+    independent, noise = (
+        exploration_noise.ExplorationNoise(policy, c, 8, slice(0, 8), torch.device("cpu"))
+        for c in (0.0, 0.9)
+    )
+    n = torch.stack(independent.draw(keys))  # [T, 8, 1]
+    assert torch.equal(torch.stack(noise.draw(keys)), n), "before the first rollout"
+    reward = torch.tensor([0.0, -1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]).expand(3, 8).clone()
+    reward[1, 5] = 0.5
+    noise.observe(reward, 0)
+    assert noise.unrewarded.tolist() == [1, 1, 1, 1, 1, 0, 1, 0]
+    e = torch.stack(noise.draw(keys))
+    assert torch.equal(e[:, [0, 2, 4, 5, 6, 7]], n[:, [0, 2, 4, 5, 6, 7]])
+    torch.testing.assert_close(e[7, 1], 0.9 * e[6, 1] + 0.19**0.5 * n[7, 1])
+    x = e[:, 1, 0]
+    assert abs(float(x.std()) - 1) < 0.15 and 0.85 < float((x[1:] * x[:-1]).mean() / x.var()) < 0.95
+    # The mean of the first rollouts, then a moving average.
+    for update in range(1, 8):
+        noise.observe(torch.zeros(3, 8), update)
+    assert float(noise.unrewarded[5]) == pytest.approx(1 - 0.2 * 0.8**3)
 
 
 # -------------------------------------------------------------------------------------- determinism
@@ -233,6 +256,7 @@ def test_equal_seeds_give_equal_trajectories(env_id):
 def test_load_state_continues_bit_for_bit(saves):
     """The simulator's state is loaded, or its actions are replayed if it cannot save its state."""
     options: dict[str, Any] = {"lengths": [4, 7], "clock": [False, True], "saves": saves}
+    options["noise_correlation"] = 0.9
     _, r = rollout(**options)
     r.collect(4, update=0, version=0)
     r.collect(2, update=1, version=0)
@@ -283,14 +307,10 @@ def test_stagger(same_step: bool, saves: bool):
     t, metrics = r.collect(7, update=0, version=0)
     assert r.staggering.cuts == {2, 4, 6}
     assert column(t, 0)[-1] == (0, 6, 7.0, 7.5, False, False, True)  # not truncated
-    assert column(t, 1)[1:3] == [
-        (0, 1, 102.0, 1002.5, False, True, True),
-        (1, 0, 111.0, 1101.5, False, False, True),
-    ]
-    assert column(t, 2)[3:5] == [
-        (0, 3, 204.0, 2004.5, False, True, True),
-        (1, 0, 211.0, 2101.5, False, False, True),
-    ]
+    expected = [(0, 1, 102.0, 1002.5, False, True, True), (1, 0, 111.0, 1101.5, False, False, True)]
+    assert column(t, 1)[1:3] == expected
+    wanted = [(0, 3, 204.0, 2004.5, False, True, True), (1, 0, 211.0, 2101.5, False, False, True)]
+    assert column(t, 2)[3:5] == wanted
     # Environment 3 ends after 3 steps; its truncation after 6 is at the end of the second episode,
     # or within it.
     assert t.truncated[:, 3].nonzero().flatten().tolist() == [2, 5]

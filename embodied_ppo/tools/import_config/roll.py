@@ -178,8 +178,8 @@ def old_norm(value: Any, source: Source) -> Answer:
         return GROUP_NORM
     if value == "running":
         return RUNNING
-    shift = bool(source.get("reward_shift", False))
-    return {"algorithm.reward_norm": value, "algorithm.reward_shift": shift}
+    by = "mean" if source.get("reward_shift", False) else "mean_std"
+    return {"algorithm.reward_norm": value, "algorithm.reward_norm_by": by}
 
 
 def norm(value: Any, source: Source) -> Answer:
@@ -193,8 +193,7 @@ def norm(value: Any, source: Source) -> Answer:
     kind = mean or std
     return {
         "algorithm.reward_norm": kind,
-        "algorithm.reward_shift": kind is not None and std is None,
-        "algorithm.reward_scale": kind is not None and mean is None,
+        "algorithm.reward_norm_by": "mean_std" if mean == std else "mean" if mean else "std",
     }
 
 
