@@ -144,7 +144,7 @@ def test_receiver_has_read_the_buffer_before_the_sender_writes_again(monkeypatch
         worker.prepare_weight_sync(sender.weight_layout(frozen=False), "actor", frozen=False)
     handle, waited = sender.export_ipc(), list[Any]()
     monkeypatch.setattr(
-        "embodied_ppo.cluster.worker.open_shared_buffer",
+        "embodied_ppo.cluster.weight_sync.open_shared_buffer",
         lambda handle, device: open_shared_buffer(handle, CPU),
     )
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)

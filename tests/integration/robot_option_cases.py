@@ -72,6 +72,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         algorithm.global_batch_size=32 algorithm.minibatch_unit=column algorithm.rpo_alpha=0.5
         algorithm.logprob_type=token_level algorithm.value_loss_coef=0.1 algorithm.lr=0.0001
         algorithm.value_lr=0.0001"""),
+    "algorithm.noise_correlation": (0.9, {"env.id": "CartpoleSwingupSparse-v1"}),
     "env.task_weights": ([3, 1], {"env.id": ["Swimmer-v4", "Reacher-v4"]}),
     "env.tasks": (["Swimmer-v4", "Reacher-v4"], {"env.id": "Swimmer-v4"}),
     "env.simulator": ("gymnasium", {"env.id": "CartPole-v1", "env.num_threads": 0}),

@@ -11,7 +11,7 @@ import run_helpers
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.options import loader, readers
 from embodied_ppo.options.schema import Config
-from tests.integration import language_option_cases, robot_option_cases
+from tests.integration import language_option_cases, option_cases, robot_option_cases
 from tests.integration.option_cases import OptionCases
 
 CASES = (robot_option_cases.CASES, language_option_cases.CASES)
@@ -127,7 +127,7 @@ def test_values_differ_from_each_other(cases: OptionCases, path: str) -> None:
 
 @pytest.mark.parametrize("kind", ["full", "k3"])
 def test_full_kl_needs_logits(kind: str) -> None:
-    penalties = {**robot_option_cases.IN_LOSS, **robot_option_cases.IN_REWARD}
+    penalties = {**option_cases.IN_LOSS, **option_cases.IN_REWARD}
     paths: dict[str, Any] = {"algorithm.kl_loss_type": kind, "algorithm.kl_penalty": kind}
     rows = robot_option_cases.train({"env.id": "CartPole-v1", **penalties, **paths}, 0)
     assert rows[-1]["kl/to_reference"] != 0
