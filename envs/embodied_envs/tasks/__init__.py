@@ -85,6 +85,10 @@ def make(
     parameters = inspect.signature(task_class).parameters
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         check_keys(f"env.id={id}: env.kwargs", kwargs, parameters)
+    for name in kwargs.keys() & parameters.keys():
+        if isinstance(parameters[name].default, bool) and not isinstance(kwargs[name], bool):
+            value = f"env.kwargs.{name}={show(kwargs[name])}"
+            raise EnvError(f"write true or false: env.id={id}: {value}")  # "no" would be true
     with wrap_errors(f"env.id={id}: env.kwargs={kwargs}: "):
         task = task_class(**kwargs)
     if commands:

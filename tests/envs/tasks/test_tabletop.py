@@ -176,6 +176,8 @@ def test_observations() -> None:
     assert goal["goal"][:, :14].sum(1).tolist() == [1, 1, 1]
     assert goal["goal"][:, 14:18].sum(1).tolist() == [1, 1, 1]
     assert few.task_names == ("reach", "push")
+    with pytest.raises(ValueError, match=r"true or false: .*distractors.*no"):
+        make_world("Tabletop", 1, kwargs={"distractors": "no"})
     # The last 16 + families entries encode the combination.
     for i in range(3):
         c = env.task.combinations[int(env.s["combination"][i])]  # pyright: ignore[reportAttributeAccessIssue]
