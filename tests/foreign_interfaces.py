@@ -270,7 +270,7 @@ INSTANCE, TEXT = Modern(), "text"
 class Constructed(OldGym):
     """Its constructor alone takes a seed."""
 
-    seed = None  # type: ignore[assignment]
+    seed = None  # type: ignore[assignment]  # without the function of OldGym
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()

@@ -180,7 +180,7 @@ def test_time_limit_and_termination_are_distinguished() -> None:
 
 
 class SuccessOnly(gymnasium.Env):
-    """Odd seeds succeed; the info of others says nothing."""
+    """Episodes with odd seeds succeed; only their info has the flag."""
 
     observation_space = action_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
 

@@ -509,7 +509,7 @@ def read_recording(path):
         return dict(np.load(path))
     except FileNotFoundError:
         raise BundleError(f"{path}: does not exist") from None
-    except Exception:  # no archive, a .npy file, or damaged
+    except Exception:  # numpy, zipfile and zlib raise many types for other or damaged files
         raise BundleError(f"{path}: is not a file of numpy.savez") from None
 
 
