@@ -161,8 +161,8 @@ class PI0Trunk(ObservationEncoder):
         """
         x, (h, w) = image.float(), image.shape[-2:]
         if max(h, w) != self.side:
-            scale = self.side / max(h, w)
-            h, w = (max(1, int(n * scale)) for n in (h, w))
+            ratio = max(h, w) / self.side  # a divisor, as in openpi: 720 of 1280 rows become 126
+            h, w = (max(1, int(n / ratio)) for n in (h, w))
             x = F.interpolate(x, (h, w), mode="bilinear", antialias=self.antialias)
         x = x / 127.5 - 1
         left, top = self.offsets(w, h)

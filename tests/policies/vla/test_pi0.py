@@ -154,6 +154,8 @@ def test_pixel_preprocessing(folder: Path) -> None:
     assert wide.shape == (1, 3, 16, 16)
     assert bool((wide[..., 6:10, :] > 0.9999).all()) and bool((wide[..., :6, :] == -1).all())
     assert bool((wide[..., 10:, :] == -1).all())
+    # 49 pixels become 16: 49 times the rounded 16 / 49 is below 16.
+    assert bool((pixels(torch.full((1, 3, 49, 49), 255, dtype=torch.uint8)) > 0.9999).all())
 
 
 # ------------------------------------------------------------------------------------- training
