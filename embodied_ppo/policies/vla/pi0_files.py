@@ -72,31 +72,32 @@ OPENPI_MODULES: Patterns = (*MODULES, (r"^model\.", ""))
 class Statistics(nn.Module):
     """Mean and standard deviation of a dataset, float32 [n], in its units.
 
-    They are buffers that a checkpoint does not contain.
+    They are buffers that a checkpoint does not contain. A normalised mean is -``shift``.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, mean: Any, std: Any) -> None:
+    def __init__(self, mean: Any, std: Any, shift: float = 0.0) -> None:
         """Convert lists or tensors of n numbers."""
         super().__init__()
+        self.shift = shift
         for name, x in (("mean", mean), ("std", std)):
             buffer = torch.as_tensor(x, dtype=torch.float32).flatten()
             self.register_buffer(name, buffer, persistent=False)
 
     @classmethod
     def from_quantiles(cls, low: Tensor, high: Tensor) -> Statistics:
-        """Return the statistics that map the quantiles low [n] to -1 and high [n] to 1."""
-        return cls((low + high) / 2, (high - low) / 2)
+        """Return the statistics that map the quantiles low [n] to -1, also where high is equal."""
+        return cls(low, ((high - low) / 2).clamp(min=5e-9), shift=1.0)
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Return (x - mean) / (std + 1e-8), as lerobot and transformers."""
-        return (x - self.mean) / (self.std + 1e-8)
+        """Return (x - mean) / (std + 1e-8) - shift, as lerobot; quantiles have no 1e-8."""
+        return (x - self.mean) / (self.std + 1e-8 * (self.shift == 0)) - self.shift
 
     def denormalize(self, x: Tensor) -> Tensor:
-        """Return x std + mean."""
-        return x * self.std + self.mean
+        """Return (x + shift) std + mean."""
+        return (x + self.shift) * self.std + self.mean
 
     def used_size(self) -> int:
         """Return the numbers before padding, which is always 0 in openpi's statistics."""
@@ -120,7 +121,7 @@ class Statistics(nn.Module):
                 f" task's {name} {n}; use a checkpoint of this robot, or a directory without"
                 " statistics (model.normalize_obs then computes them)"
             )
-        return Statistics(self.mean[:n], self.std[:n])
+        return Statistics(self.mean[:n], self.std[:n], self.shift)
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,10 @@ def test_units_are_those_of_the_quantiles(folder: Path) -> None:
     context = policy.encode_context(policy.encode(random_observations(SPEC, 1, 0)))
     assert (policy.denormalize_actions(x, context) - expected).abs().max() < 1e-6
     assert (policy.normalize_actions(expected, context) - x).abs().max() < 1e-6
+    same = torch.ones(1, dtype=torch.float64)  # a constant is -1, as for lerobot and openpi
+    for high in (same, same + pi0_files.OPENPI_MARGIN):
+        constant = pi0_files.Statistics.from_quantiles(same, high)
+        assert float(constant.normalize(torch.ones(1))) == -1
 
 
 def test_refusals(tmp_path) -> None:
