@@ -104,8 +104,8 @@ def encode_space(space: Any) -> dict:
     kind = type(space).__name__
     if isinstance(space, spaces.Dict):
         return {"kind": kind, "spaces": [[k, encode_space(x)] for k, x in space.spaces.items()]}
-    names = {"Box": ["low", "high"], "Discrete": ["n", "start"], "MultiDiscrete": ["nvec"]}
-    names["MultiBinary"] = ["n"]
+    names = {"Box": ["low", "high"], "Discrete": ["n", "start"], "MultiBinary": ["n"]}
+    names["MultiDiscrete"] = ["nvec", "start"]
     if kind not in names:
         raise TypeError(f"spaces of type {kind} cannot be sent; use Box, Discrete or Dict")
     values = {name: np.asarray(getattr(space, name)) for name in names[kind]}

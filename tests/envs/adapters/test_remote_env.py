@@ -22,6 +22,7 @@ from embodied_envs import env_server
 from embodied_envs.base import watchdog
 from embodied_envs.base.errors import EnvError, ProcessLost
 from embodied_envs.types import VectorEnv
+from tests.rollout.test_action_spaces import SPACES
 
 TASKS = """
 import time, gymnasium, numpy as np
@@ -148,6 +149,12 @@ def test_interrupt_ends_the_server_of_a_frozen_client(
     server.send_signal(signal.SIGINT)
     assert server.wait(timeout=60) == 0
     client.close()
+
+
+@pytest.mark.parametrize("kind", ["multi", "binary", "dict", "integers"])
+def test_spaces_cross_unchanged(kind: str) -> None:
+    message = env_server.unpack(env_server.pack(env_server.encode_space(SPACES[kind])))
+    assert env_server.decode_space(message) == SPACES[kind]
 
 
 def test_missing_server_is_named_with_its_command(capsys) -> None:
