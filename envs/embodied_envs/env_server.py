@@ -256,7 +256,7 @@ def answer(env: Any, request: dict) -> dict:
         seed, options = request["seed"], request["options"]
         try:
             obs, info = env.reset(seed=seed, options=options)
-        except TypeError:  # a vector that takes one seed
+        except (TypeError, gymnasium.error.Error):  # a vector that takes one seed
             obs, info = env.reset(seed=seed[0], options=options)
         return {"obs": obs, "info": numbers_of(info)}
     if kind == "render":

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -155,6 +156,17 @@ def test_interrupt_ends_the_server_of_a_frozen_client(
 def test_spaces_cross_unchanged(kind: str) -> None:
     message = env_server.unpack(env_server.pack(env_server.encode_space(SPACES[kind])))
     assert env_server.decode_space(message) == SPACES[kind]
+
+
+def test_a_vector_that_takes_one_seed_gets_the_first() -> None:
+    class OneSeed(gymnasium.vector.VectorEnv):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            super().reset(seed=seed)
+            return np.zeros((2, 1)), {}
+
+    env = OneSeed()
+    env_server.answer(env, {"type": "reset", "seed": [3, 4], "options": None})
+    assert env.np_random_seed == 3
 
 
 def test_missing_server_is_named_with_its_command(capsys) -> None:
