@@ -295,9 +295,11 @@ class ExportedPolicy:
             ) from error
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = options.inter_op_num_threads = 1
-        session = onnxruntime.InferenceSession(
-            str(self.folder / "policy.onnx"), options, providers=["CPUExecutionProvider"]
-        )
+        file, providers = str(self.folder / "policy.onnx"), ["CPUExecutionProvider"]
+        try:
+            session = onnxruntime.InferenceSession(file, options, providers=providers)
+        except Exception as error:  # onnxruntime's own types, which share no other base class
+            raise BundleError(f"copy the folder again, or update onnxruntime: {error}") from error
         for kind, nodes, specs in (
             ("input", session.get_inputs(), {**self.inputs, **self.memory}),
             ("output", session.get_outputs(), self.outputs),

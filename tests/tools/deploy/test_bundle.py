@@ -273,7 +273,7 @@ def test_comparison_names_faults_of_a_pipeline(
         assert not finding.endswith("$") or line.endswith(finding.rstrip("$").split(" .*")[-1])
 
 
-def test_images_and_damaged_recordings(policy: Policy, tmp_path: Path) -> None:
+def test_images_and_damaged_files(policy: Policy, tmp_path: Path) -> None:
     image = np.random.default_rng(0).integers(0, 255, (3, 8, 9, 3), dtype=np.uint8)
     for changed, text in ((image[..., ::-1], "differs by"), (image / 255, "dtype float64")):
         (line,) = run_policy.describe_image("camera", image, changed)
@@ -287,6 +287,9 @@ def test_images_and_damaged_recordings(policy: Policy, tmp_path: Path) -> None:
         policy.compare(str(file))
     (line,) = policy.compare({"time_s": np.zeros(9)})
     assert line.startswith("control rate")
+    out = shutil.copytree(policy.folder, tmp_path / "out")
+    (out / "policy.onnx").write_bytes((out / "policy.onnx").read_bytes()[:500])
+    assert run_policy.main(["--folder", str(out), "--check"]) == 2
 
 
 @pytest.mark.parametrize(
