@@ -168,8 +168,7 @@ def read(folder: str | Path) -> Published:
     Raises:
         ConfigError: A file is missing or damaged, or an option of the model is not supported.
     """
-    folder = Path(folder)
-    label = f"model.checkpoint={folder}"
+    folder, label = Path(folder), f"model.checkpoint={folder}"
     _, raw = published_weights.read_kind(folder, "flow")
     for name, values in SUPPORTED.items():
         files.check_supported(f"{label}: config.json has ", name, raw.get(name, values[0]), *values)
@@ -192,7 +191,10 @@ def build_model(raw: Mapping[str, Any], folder: str | Path) -> SmolVLAModel:
     """Return the model of lerobot's config.json with new weights. Raises ConfigError."""
     label = f"model.checkpoint={folder}"
     with files.config_errors(f"{label}: config.json is refused: "):
-        return SmolVLAModel(raw, vlm_config(raw, label))
+        config = vlm_config(raw, label)
+        name, sides = "resize_imgs_with_padding", [config.vision_config.image_size] * 2
+        files.check_supported(f"{label}: config.json has ", name, raw.get(name, sides), sides)
+        return SmolVLAModel(raw, config)
 
 
 def rename(keys: Iterable[str]) -> dict[str, str]:

@@ -77,7 +77,10 @@ def test_attention(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("attention_mode", "self_attn"), ("chunk_size", "12"), ("max_period", 0), ("vlm_config", [])],
+    [
+        *(("attention_mode", "self_attn"), ("chunk_size", "12"), ("max_period", 0)),
+        *(("vlm_config", []), ("resize_imgs_with_padding", [8, 8])),
+    ],
 )
 def test_refused_configurations(key: str, value: Any, folder: Path, tmp_path) -> None:
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
