@@ -88,7 +88,7 @@ def policy_of_sizes(
     spaces, policy_class = (env.obs_spec, env.action_spec, config), FLOW_FAMILIES.get(_kind(raw))
     policy: PI0 | pretrained.CheckpointVLA | pretrained.RegressionVLA
     if policy_class is not None:
-        sizes = flow_sizes(policy_class, raw, config, env, options["chunk"])
+        sizes = flow_sizes(policy_class, raw, config)
         policy = policy_class(*spaces, sizes, **options)
     else:
         sizes_class = _TokenSizes if config.policy == "token" else _RegressionSizes
@@ -97,28 +97,21 @@ def policy_of_sizes(
     return policy
 
 
-def flow_sizes(
-    policy_class: type[PI0], raw: Mapping[str, Any], config: ModelConfig, env: Any, chunk: int
-) -> Published:
+def flow_sizes(policy_class: type[PI0], raw: Mapping[str, Any], config: ModelConfig) -> Published:
     """Return what is read from the directory of a flow model, with a model on the device meta.
 
     Args:
         policy_class: Class of the family.
         raw: Fields of config.json.
         config: Options of the section ``model``.
-        env: Spaces of the environment.
-        chunk: Actions of a chunk.
     """
     words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS["pi0"]
     with torch.device("meta"):
         model = policy_class.build_model(raw, str(config.checkpoint))
     tokenize = PromptTokenizer(_WordCounter(), words, clean=False)
     # With statistics, as in published directories, no running normaliser changes the prefix.
-    vectors = [s for s in dict(env.obs_spec).values() if len(s.shape) == 1]
-    state, action = (
-        Statistics(torch.zeros(n), torch.ones(n)) if n else None
-        for n in (sum(s.shape[0] for s in vectors), env.action_spec.size // chunk)
-    )
+    largest = model.config.max_state_dim, model.config.max_action_dim
+    state, action = (Statistics(torch.zeros(n), torch.zeros(n)) for n in largest)
     # Names of openpi's configurations are for its directories, which do not record these two.
     known: Any = None if config.config_name else True
     relative = () if known else None

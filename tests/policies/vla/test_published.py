@@ -58,6 +58,8 @@ def test_sizes_equal_those_of_weights(kind: str, tmp_path) -> None:
     else:
         tiny_pi0_checkpoint.write_checkpoint(folder, kind=kind)
     env = Spaces(16, 2, 2, 3)
+    if kind == "pi0":
+        env.obs_spec = ArraySpec((3, 16, 16), torch.uint8)  # one image, not a dictionary
     classes: dict[str, Any] = {"pi0": PI0, "pi05": PI05, "smolvla": SmolVLA}
     for rank in (0, 4):
         policy = "token" if kind == "openvla" else "flow"
