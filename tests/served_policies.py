@@ -15,10 +15,11 @@ from embodied_ppo import api
 from embodied_ppo.programs import runs
 
 
-def write_mlp(folder: Path) -> Path:
-    """Train an MLP of HalfCheetah for one update; return its run."""
-    options = {"env.id": "HalfCheetah", "updates": 1, "evaluation.episodes": 0, "compile": "never"}
-    runs.train(run_helpers.tiny_config({**options, "run_dir": str(folder)}), quiet=True)
+def write_mlp(folder: Path, id: str = "HalfCheetah", **kwargs: object) -> Path:
+    """Train an MLP of a task for one update; return its run."""
+    options = {"env.id": id, "updates": 1, "evaluation.episodes": 0, "compile": "never"}
+    options |= {"env.kwargs": kwargs, "run_dir": str(folder)}
+    runs.train(run_helpers.tiny_config(options), quiet=True)
     return folder
 
 

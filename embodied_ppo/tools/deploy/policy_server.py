@@ -65,7 +65,7 @@ class Input:
             actual = type(value).__name__ if x is None else f"{x.dtype} {list(x.shape)}"
             raise EnvError(f"send {self.dtype} {list(self.shape)} as {name}: it is {actual}")
         x = np.moveaxis(x, -1, 0) if self.channels_first else x
-        return np.ascontiguousarray(x, dtype=self.dtype)
+        return np.array(x, dtype=self.dtype, order="C")  # a number keeps its shape ()
 
 
 class Served:
@@ -89,7 +89,9 @@ class Served:
         """
         self.policy, self.chunk = policy, policy.config.env.action_chunk
         specs = dict(tree.named(policy.obs_spec))
-        self.has_prompt = specs.pop(INSTRUCTION, None) is not None
+        # Other policies read the index of the sentence, a number like others.
+        reads_sentences = hasattr(policy.network, "set_sentences")
+        self.has_prompt = reads_sentences and specs.pop(INSTRUCTION, None) is not None
         own = {entry: PREFIX + (entry or "state") for entry in specs}
         given = {entry.removeprefix(PREFIX): name for name, entry in names.items()}
         if set(specs) == {""} and "state" in given:

@@ -134,6 +134,16 @@ def test_sentences_and_images_reach_a_vision_language_action_policy(tmp_path) ->
             policy_server.Served(policy, {name: "front"})
 
 
+def test_policies_that_read_no_sentences_get_their_index(tmp_path) -> None:
+    run = write_mlp(tmp_path / "run", "Tabletop", obs="language", families=["reach"])
+    policy = load_policy(str(run))
+    served, state = policy_server.Served(policy, {}), np.ones(12, dtype=np.float32)
+    entries = {"observation/state": state, "observation/instruction": 5}
+    actions = served.act(served.session(), *served.read(entries))
+    expected = policy.act({"state": state, "instruction": np.int64(5)})
+    np.testing.assert_array_equal(actions, expected[None])
+
+
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
