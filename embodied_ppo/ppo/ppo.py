@@ -183,6 +183,10 @@ class PPO(LearnerState):
         advantage, returns, shares = group_advantages.estimate(
             replace(rollout, reward=reward), self.groups
         )
+        # Without any reward, A is the error of V alone. Steps along it, which Adam makes large, end
+        # where exploration finds no reward.
+        if c.noise_correlation and not rollout.reward.any():
+            advantage = torch.zeros_like(advantage)
         measured, samples = metrics.of_advantages(advantage, returns, rollout, shares)
         results |= measured
         # PopArt: the loss reads (V − μ)/σ and (R − μ)/σ with statistics of the task's returns.

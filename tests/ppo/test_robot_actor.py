@@ -838,6 +838,18 @@ def test_constant_coefficients_follow_config_after_resume():
     assert changed.optimizer.adamw.param_groups[0]["betas"] == (0.5, 0.999)
 
 
+def test_updates_without_a_reward_train_the_value_only() -> None:
+    for reward, moves in ((0.0, False), (1.0, True)):
+        learner = make({"noise_correlation": 0.9}, model={"shared_backbone": False})
+        t = experience(learner)
+        t.reward.zero_()[2, 1] = reward
+        before = weights(learner)
+        learner.update(t, update=0)
+        changed = {name for name, x in weights(learner).items() if not torch.equal(x, before[name])}
+        assert "value_head.weight" in changed
+        assert moves == any(name.startswith(("policy_head", "trunk")) for name in changed)
+
+
 # ------------------------------------------------------------------------------------------- golden
 @pytest.mark.gpu
 @pytest.mark.parametrize("discrete", [False, True])
