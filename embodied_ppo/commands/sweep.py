@@ -22,6 +22,7 @@ from embodied_ppo.commands import arguments, compare, output, supervisor
 from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED
 from embodied_ppo.core import guarded_files
 from embodied_ppo.options.compose import PROGRAM, override_lines, prepare
+from embodied_ppo.options.rules.base import one_process
 from embodied_ppo.options.schema import Config
 from embodied_ppo.options.sweeps import SweepJob, sweep_jobs
 from embodied_ppo.training.progress import Interrupts
@@ -139,7 +140,7 @@ def _read(path: str) -> Sweep:
 
 def _most_jobs(config: Config) -> int:
     """Return how many runs can use the cores or devices of this machine at the same time."""
-    if config.placement != "local":
+    if not one_process(config):
         return 1  # a run starts several processes and uses all devices
     if devices := _cuda_devices(config):
         return len(devices)
@@ -150,7 +151,7 @@ def _most_jobs(config: Config) -> int:
 
 def _cuda_devices(config: Config) -> list[str]:
     """Return the CUDA devices over which single-device runs are distributed; [] for other runs."""
-    if config.placement != "local" or config.device not in ("auto", "cuda"):
+    if not one_process(config) or config.device not in ("auto", "cuda"):
         return []
     import torch
 
@@ -175,10 +176,10 @@ def _result(job: SweepJob, summary: Mapping[str, Any]) -> dict[str, Any]:
 
 def _train(sweep: Sweep, args: argparse.Namespace) -> int:
     """Train the runs that are not finished, several at a time; return the exit code."""
-    total, config = len(sweep.jobs), sweep.jobs[0].loaded.config
-    waiting = [job for job in sweep.jobs if _summary(job) is None]
-    size = max(1, min(args.jobs or _most_jobs(config), len(waiting)))
-    devices: list[str | None] = [*_cuda_devices(config)] or [None]
+    total, waiting = len(sweep.jobs), [job for job in sweep.jobs if _summary(job) is None]
+    configs = [job.loaded.config for job in waiting]
+    size = max(1, min(args.jobs or min(map(_most_jobs, configs), default=1), len(waiting)))
+    devices: list[str | None] = [*max(map(_cuda_devices, configs), key=len, default=())] or [None]
     free_devices = [devices[i % len(devices)] for i in range(size)]
     running: dict[int, tuple[subprocess.Popen[bytes], str | None]] = {}
     codes: dict[int, int] = {}
@@ -225,13 +226,14 @@ def _start(job: SweepJob, sweep: Sweep, device: str | None) -> subprocess.Popen[
     if any((job.folder / "checkpoints").glob("step_[0-9]*")):
         arguments = [folder.replace("run_dir=", "resume=", 1)]
     program = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--json", "--quiet"]
+    single = bool(_cuda_devices(job.loaded.config))  # a run of several processes sees all devices
     with sweep.log(job).open("ab") as log:
         return subprocess.Popen(
             [*program, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env=os.environ | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
+            env=os.environ | ({"CUDA_VISIBLE_DEVICES": device} if device and single else {}),
             cwd=sweep.working_directory,
             # Ctrl-C in the terminal would be a second signal, see ``_ending``.
             start_new_session=True,

@@ -153,7 +153,7 @@ def test_interrupted_sweep_saves_its_runs() -> None:
         assert (file.parent / "checkpoints" / f"step_{update:06d}").is_dir()
 
 
-def test_number_of_runs_at_the_same_time(monkeypatch) -> None:
+def test_number_of_runs_at_the_same_time(monkeypatch, capsys) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     config = Config(device="cpu")
     most = [
@@ -168,6 +168,16 @@ def test_number_of_runs_at_the_same_time(monkeypatch) -> None:
     assert [sweep._most_jobs(Config(device=name)) for name in devices] == [4, 4, 1, 8]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
     assert sweep._cuda_devices(Config()) == ["3", "5"]
+    seen: list[str | None] = []
+
+    def ends(program: list[str], *, env: dict[str, str], **_: Any) -> argparse.Namespace:
+        seen.append(env.get("CUDA_VISIBLE_DEVICES"))
+        return argparse.Namespace(poll=lambda: 3)
+
+    monkeypatch.setattr(subprocess, "Popen", ends)
+    placements = [*TINY, "device=auto", "placement=local,fused", "hydra.sweep.dir=sweep"]
+    assert main.main(["train", "-m", *placements]) == 3
+    assert seen == ["3", "3,5"] and "2 of 2 runs, 1 at a time" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
