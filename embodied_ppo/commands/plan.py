@@ -86,11 +86,13 @@ def _plan_machine(config: Config, args: argparse.Namespace) -> dict[str, Any]:
 
     machine = {"devices_per_node": args.devices, "device_memory_gb": args.device_gb}
     cluster = replace(config.cluster, num_nodes=1, **machine)
-    config = replace(config, device="cuda", cluster=cluster)
+    planned = replace(config, device="cuda", cluster=cluster)
     if config.placement == "local" and args.devices > 1 and not cluster.component_placement:
-        config = replace(config, placement="fused")
-    fitted = memory_fit.fit(config, args.devices)
+        planned = replace(planned, placement="fused")
+    fitted = memory_fit.fit(planned, args.devices)
     changes = {change.option: change.new for change in fitted.changes}
+    changes |= {"device": "cuda"} if config.device == "cpu" else {}
+    changes |= {"cluster.num_nodes": 1} if config.cluster.num_nodes > 1 else {}
     summary = plan_summary(fitted.config, fitted.plan, fitted.needs)
     summary |= {"placement": fitted.config.placement, "changes": changes}
     return summary | {"command": _train_command(fitted.config, changes, args)}
@@ -103,7 +105,8 @@ def _train_command(config: Config, changes: Mapping[str, Any], args: argparse.Na
         if not any(line.startswith("model.checkpoint=") for line in overrides):
             overrides.append("model.checkpoint=DIR")
     flags = arguments.config_flags(args)
-    options = {name: value for name, value in changes.items() if name != "placement"}
+    options = {k: value for k, value in changes.items() if k not in ("placement", "device")}
+    overrides += ["device=cuda"] if "device" in changes else []
     if config.placement != "local" or "placement" in changes:
         overrides.append(f"placement={config.placement}")
     if config.placement != "local":

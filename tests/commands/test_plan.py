@@ -50,6 +50,11 @@ def test_devices_and_command(capsys, sizes: str) -> None:
     assert main.main(["plan", *SMALL, sizes, "--devices", "1", "--device-gb", "30"]) == 0
     out = capsys.readouterr().out
     assert "cuda 0" in out and "experience" in out
+    # The command has the planned machine, not that of the arguments.
+    other = ["experiment=cartpole", "device=cpu", "placement=fused", "cluster.num_nodes=2"]
+    command = plan(capsys, *other, "--devices", "2", "--device-gb", "80")["command"]
+    changed = ["device=cuda", "placement=fused", "cluster.num_nodes=1"]
+    assert shlex.split(command)[-4:-1] == changed
 
 
 @pytest.mark.parametrize(
