@@ -198,6 +198,8 @@ VERL = load(
         "clip_ratio": rules.clip_ratio(ACTOR),
         "warmup_steps": rules.warmup_steps(),
         "warmup_fraction": rules.warmup_fraction(updates),
+        # The actor learns from update N on, the first update being 1.
+        "updates_before": lambda value, source: max(0, value - 1),
     },
     differences=differences_of,
     variant=variant,
