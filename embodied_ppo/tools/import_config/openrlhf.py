@@ -9,6 +9,7 @@ from embodied_ppo.tools.import_config.table import REASONS, Answer, Framework, R
 
 IS = "algo.advantage.is_correction"
 ESTIMATORS: dict[str, str] = table.read_table("openrlhf")["estimators"]
+WITH_KL: dict[str, dict[str, str]] = table.read_table("openrlhf")["estimators_with_kl"]
 # Estimators whose advantages are standardised over the batch.
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 SIDES, TARGET = ("low", "high"), "algorithm.kl_ctrl.target_kl"
@@ -25,7 +26,7 @@ def max_length(value: Any, source: Source) -> Answer:
     return {"algorithm.prompt_length": value - response}
 
 
-def kl(value: Any, source: Source) -> Answer:
+def kl(value: Any, source: Source) -> dict[str, Any]:
     """Map the KL term, which is in the loss or in the reward, whichever of its options is given."""
     coefficient = source.get("algo.kl.init_coef", 0.01)
     estimator, used = source.get("algo.kl.estimator", "k1"), coefficient > 0
@@ -34,6 +35,13 @@ def kl(value: Any, source: Source) -> Answer:
         return {"algorithm.use_kl_loss": used} | (options if used else {})
     options = {"algorithm.kl_ctrl.kl_coef": coefficient, "algorithm.kl_penalty": estimator}
     return {"algorithm.use_kl_in_reward": used} | (options if used else {})
+
+
+def estimator(value: Any, source: Source) -> dict[str, Any]:
+    """Map the estimator. With the KL in the reward it is the return-to-go of compared scores."""
+    whitened, with_kl = value in WHITENED, kl(None, source).get("algorithm.use_kl_in_reward")
+    answer = {"algorithm.adv_type": ESTIMATORS[value], "algorithm.normalize_advantages": whitened}
+    return answer | WITH_KL.get(value, {}) if with_kl else answer
 
 
 def correction(value: Any, source: Source) -> Answer:
@@ -72,8 +80,10 @@ def files(value: Any, source: Source) -> Any:
 def differences_of(source: Source) -> dict[str, str]:
     """Return the differences that no option of ours removes."""
     ratio, has_critic = source.get("actor.lr_warmup_ratio", 0.03), "critic.model_name_or_path"
+    leaves_one_out = source.get("algo.advantage.estimator") == "rloo"
     conditions = {
         "warmup": ratio > 0,
+        "rloo": leaves_one_out and kl(None, source).get("algorithm.use_kl_in_reward"),
         "critic": source.get("reward.model_name_or_path") and not source.get(has_critic),
         "bound": source.get(f"{IS}_enable") and source.get(f"{IS}_type", "tis") == "tis",
     }
@@ -82,10 +92,6 @@ def differences_of(source: Source) -> dict[str, str]:
 
 # Rules of one expression.
 SIMPLE = {
-    "estimator": lambda value, source: {
-        "algorithm.adv_type": ESTIMATORS[value],
-        "algorithm.normalize_advantages": value in WHITENED,
-    },
     "prompts": lambda value, source: rules.whole_prompts(
         value, source.get("rollout.n_samples_per_prompt", 1)
     ),
