@@ -46,6 +46,12 @@ def evaluation_samples(value: Any, source: Source) -> Answer:
     return {"evaluation.n": value} | rules.evaluation_temperature(temperature, source)
 
 
+def differences_of(source: Source) -> dict[str, str]:
+    """Return the differences that no option of ours removes."""
+    of_token = kind(source) == "reinforce_plus_plus_baseline" and source.get("kl-coef", 0) != 0
+    return rules.differences("slime", {"kl": of_token})
+
+
 # Rules of one expression.
 SIMPLE = {
     "prompts": lambda value, source: rules.whole_prompts(
@@ -57,4 +63,5 @@ SIMPLE = {
     "lr_end": lambda value, source: value / source.get("lr", 1e-6),
     "adam_betas": rules.adam_betas("adam-beta"),
 }
-SLIME: Framework = load("slime", {**rules.SHARED, **globals(), **SIMPLE})
+RULES = {**rules.SHARED, **globals(), **SIMPLE}
+SLIME: Framework = load("slime", RULES, differences=differences_of)
