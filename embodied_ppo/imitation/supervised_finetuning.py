@@ -222,7 +222,8 @@ def _name(
 ) -> str:
     """Return a digest of everything that the result depends on, 20 hex digits."""
     device = policy.model.lm_head.weight.device.type
-    settings = [hyper, policy.temperature, torch.__version__, device]
+    settings = [hyper, policy.temperature, torch.__version__, device, str(policy.compute)]
+    settings.append(policy.model.config.to_json_string())  # of equal weights: heads, rotation
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for source in (__file__, causal_lm.__file__, decoder.__file__):
         digest.update(Path(source).read_bytes())

@@ -90,6 +90,7 @@ def test_cached_weights_are_equal_bit_for_bit(tmp_path) -> None:
     assert reused and lines == [f"warm start: taken from {file}"] and same(first, second)
     reused, _ = start(third, tmp_path / "elsewhere")
     assert not reused and same(first, third), "training again gives the same, too"
+    assert not start(make(tie_word_embeddings=True, rope_theta=100.0), tmp_path)[0]
     assert not same(first, make(tie_word_embeddings=True))
 
 
