@@ -392,8 +392,8 @@ def read_tasks(folder: Path, version: str) -> dict[int, str]:
         rows = read_rows(path)
     with reading(path):
         # A pandas index without a name has the default name of pandas.
-        texts = [str(row.get("task") or row["__index_level_0__"]) for row in rows]
-        return {int(row["task_index"]): text for row, text in zip(rows, texts, strict=True)}
+        texts = [row["__index_level_0__"] if (x := row.get("task")) is None else x for row in rows]
+        return {int(row["task_index"]): str(x) for row, x in zip(rows, texts, strict=True)}
 
 
 def _check_memory(
