@@ -46,6 +46,7 @@ SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.decode")
 SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
 # Options that change the function which the same weights compute.
 SAME_FUNCTION += ("model.state_dependent_std", "model.obs_eps", "model.base_inputs")
+SAME_FUNCTION += ("model.obs_clip", "model.lora_alpha")
 # Options that must not change on resume.
 FIXED_ON_RESUME = (
     *("mode", "algorithm.horizon", "algorithm.rollout_epoch", "env.num_envs", "seed", "teacher"),

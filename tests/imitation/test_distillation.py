@@ -254,6 +254,9 @@ def test_ppo_starts_from_the_student_with_a_critic_warm_up(student: Path, tmp_pa
         "save_every": 1,
     }
     runs.train(config(TASK, STUDENT, {"distillation": {}}, options), quiet=True)
+    other = options | {"run_dir": str(tmp_path / "other"), "model": {"obs_clip": 1.0}}
+    with pytest.raises(ConfigError, match=r"write model\.obs_clip=10"):
+        runs.train(config(TASK, STUDENT, {"distillation": {}}, other), quiet=True)
     before, _ = contents(student, 24)
     warm, training = contents(tmp_path / "run", 1)
     after, _ = contents(tmp_path / "run", 2)
