@@ -141,8 +141,9 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
         if config.run_dir:
             run_dir = Path(config.run_dir)
         else:
-            # Names begin with the time of the start, so the last name is the newest run.
-            runs = sorted((Path("runs") / config.name).glob(f"*-{config.seed}"))
+            # Names begin with the time of the start, so the last name is the newest run. They end
+            # with milliseconds and seed; a branch ends with its update, RUN-fork-UPDATE.
+            runs = sorted((Path("runs") / config.name).glob(f"*.???-{config.seed}"))
             run_dir = next((r for r in reversed(runs) if checkpoint.steps(r / "checkpoints")), None)
         # The same command therefore starts a run and continues it after an interruption.
         if run_dir is None or not checkpoint.steps(run_dir / "checkpoints"):

@@ -10,6 +10,8 @@ from run_helpers import run_command
 
 import embodied_ppo as ep
 from embodied_ppo.commands import main
+from embodied_ppo.options.schema import Config
+from embodied_ppo.training.run_directory import locate
 from embodied_ppo.training.run_files import read_parent
 from tests.integration.test_resume import assert_same, contents, rows
 from tests.programs.test_language import TINY as LANGUAGE
@@ -32,7 +34,7 @@ def test_branch_without_a_change_equals_the_run(run_dir, tmp_path, capsys, updat
     assert parent.update == update and parent.options == {}
 
 
-def test_branch_at_update_0_equals_the_run_and_has_the_default_name(run_dir, tmp_path):
+def test_branch_at_update_0_equals_the_run_and_has_the_default_name(run_dir, tmp_path, monkeypatch):
     shutil.copytree(run_dir, tmp_path / "run", symlinks=True)
     branch = ep.fork(tmp_path / "run", update=0, progress=False)
     assert branch.run_dir == tmp_path / "run-fork-0"
@@ -45,6 +47,11 @@ def test_branch_at_update_0_equals_the_run_and_has_the_default_name(run_dir, tmp
     parent = read_parent(tmp_path / "moved/run-fork-0")
     assert parent is not None
     assert parent.path(tmp_path / "moved/run-fork-0") == tmp_path / "moved/run"
+    # resume=auto with seed 3 takes no branch at update 3 for a run.
+    for name in ("0_0.000-3", "0_0.001-0-fork-3"):
+        (tmp_path / "runs/custom" / name / "checkpoints/step_000001").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert locate(Config(resume="auto", seed=3), print)[0].name == "0_0.000-3"
 
 
 @pytest.mark.slow
