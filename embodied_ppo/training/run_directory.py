@@ -32,7 +32,7 @@ from embodied_ppo.options.batch_sizes import total_updates
 from embodied_ppo.options.reward_groups import value_names
 from embodied_ppo.options.schema import Config
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.run_files import PARENT, Parent
+from embodied_ppo.training.run_files import METRICS, PARENT, Parent
 
 # Options that may change on resume without a message; all other changes are reported.
 FREE_ON_RESUME = (
@@ -161,7 +161,9 @@ def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None
     run_dir = Path(config.run_dir) if config.run_dir else home
     # A branch does not change the run that it leaves.
     if run_dir.resolve() != home:
-        if checkpoint.steps(run_dir / "checkpoints"):
+        # A run that was killed before its first checkpoint has rows, too.
+        rows = run_dir / METRICS
+        if checkpoint.steps(run_dir / "checkpoints") or (rows.is_file() and rows.stat().st_size):
             fact = f"run_dir={show_path(run_dir)}: holds another run already"
             raise ConfigError(f"{fact}; name a new one, or leave it out")
         return run_dir, str(source)

@@ -460,6 +460,11 @@ def test_resumed_run_is_not_changed_by_a_new_run_dir(tmp_path, monkeypatch) -> N
         assert {p: p.read_bytes() for p in Path("first").rglob("*") if p.is_file()} == files
         assert (Path(name) / "checkpoints" / "step_000001").is_dir()
         assert (Path(name) / "summary.json").is_file()
+    # A run that was killed before its first checkpoint has rows, which no branch continues.
+    Path("killed").mkdir()
+    Path("killed/metrics.jsonl").write_text('{"update": 1, "env_steps": 64}\n')
+    with pytest.raises(ValueError, match="run_dir=killed: holds another run already"):
+        runs.train(run_helpers.tiny_config({**options, "run_dir": "killed"}), quiet=True)
 
 
 @pytest.mark.parametrize("moment", ["evaluate", "collect", "update"])
