@@ -304,6 +304,9 @@ class _Session:
         if system.pending_row is not None and not log.row(first):
             log.say(f"update {first} was saved, but not logged; that is completed now")
             loop.evaluate_and_log(system, log, self.timer, system.pending_row, update=first)
+            if self.run.spec.config.evaluation.env == "training":  # which has left its episodes
+                source = checkpoint.open_checkpoint(self.run.spec.run_dir)
+                system.load(source, self.run.messages.notice)
         # Count the CPU time of other processes from here on, without this evaluation.
         self.worker_cpu_s = system.cpu_s()["process"]
 

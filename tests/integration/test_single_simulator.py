@@ -14,6 +14,7 @@ import torch
 import embodied_ppo as ep
 from embodied_envs.base.errors import ConfigError, TrainingError
 from embodied_ppo.tools.deploy import policy_export
+from embodied_ppo.training.local_system import LocalSystem
 
 IDS = ["single_simulators:single/Once-v0", "single_simulators:cart"]
 OPTIONS: dict[str, Any] = run_helpers.options(
@@ -107,7 +108,7 @@ def test_the_refusal_of_a_second_simulator_names_the_option(tmp_path) -> None:
     ],
 )
 def test_a_resumed_run_starts_the_same_episodes_after_an_evaluation(
-    id: str, options: dict[str, Any], tmp_path
+    id: str, options: dict[str, Any], tmp_path, monkeypatch
 ) -> None:
     run = train(tmp_path / "run", id, **options)
     for update in (1, 2, 3):
@@ -120,6 +121,15 @@ def test_a_resumed_run_starts_the_same_episodes_after_an_evaluation(
         expected, actual = weights(run, 5), weights(resumed, 5)
         assert all(torch.equal(expected[name], actual[name]) for name in expected)
         assert resumed.metrics[-1]["eval/return"] == run.metrics[-1]["eval/return"]
+    # An evaluation that was cut is completed, and has no effect if it is not due any more.
+    run, evaluate = train(tmp_path / "0", id, eval_every=0, **options), LocalSystem.evaluate
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(LocalSystem, "evaluate", lambda s, u: evaluate(s, u) if u < 3 else 1 / 0)
+        train(tmp_path / "cut", id, eval_every=3, **options)
+    resumed = train(tmp_path / "cut", id, resume=tmp_path / "cut", eval_every=0, **options)
+    assert "eval/return" in resumed.metrics[3]
+    expected, actual = weights(run, 5), weights(resumed, 5)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
