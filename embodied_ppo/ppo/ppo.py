@@ -44,6 +44,8 @@ from embodied_ppo.ppo.learner_state import LearnerState
 from embodied_ppo.ppo.minibatches import PolicyLoss, Statistics
 from embodied_ppo.ppo.roles import NO_STATS, SharedCritic, with_values
 
+# Share of its last layer that a policy loses in an update without any reward.
+FORGOTTEN = 0.01
 FEW_SAMPLES = "algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout"
 
 
@@ -117,6 +119,11 @@ class PPO(LearnerState):
         # Adapt entropy bonus, KL coefficient and learning rate to what the update has measured.
         if not warmup and stats.sums.get("steps"):
             self.adapt_coefficients(stats.sums, results)
+        # A policy that finds no reward returns slowly to the actions that it began with, around 0.
+        head = getattr(self.policy, "policy_head", None)
+        if c.noise_correlation and head is not None and not results["advantage/std"]:
+            with torch.no_grad():
+                torch._foreach_mul_([*head.parameters()], 1 - FORGOTTEN)
         # Normalise observations with this rollout's statistics from the next one on.
         seen = trajectory if self.symmetry is None else self.symmetry.with_images(trajectory)
         self.actor.observe(seen)

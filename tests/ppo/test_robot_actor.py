@@ -845,9 +845,13 @@ def test_updates_without_a_reward_train_the_value_only() -> None:
         t.reward.zero_()[2, 1] = reward
         before = weights(learner)
         learner.update(t, update=0)
-        changed = {name for name, x in weights(learner).items() if not torch.equal(x, before[name])}
+        after = weights(learner)
+        changed = {name for name, x in after.items() if not torch.equal(x, before[name])}
         assert "value_head.weight" in changed
-        assert moves == any(name.startswith(("policy_head", "trunk")) for name in changed)
+        assert moves == any(name.startswith("trunk") for name in changed)
+        # The policy returns slowly to its first actions.
+        name = "policy_head.weight"
+        assert moves != torch.equal(after[name], before[name] * 0.99)
 
 
 # ------------------------------------------------------------------------------------------- golden
