@@ -259,6 +259,7 @@ class Sampler:
         *,
         weights: Sequence[float] = (),
         by_success: bool = False,
+        checksum: int = 0,
     ) -> None:
         """Start at the first epoch.
 
@@ -269,8 +270,10 @@ class Sampler:
             shuffle: Whether to shuffle the rows.
             weights: Mean number of times that an epoch has each row; empty: 1.
             by_success: Multiply the weights by the learnability of the rows, see ``record``.
+            checksum: Of the rows; only a state with the same one can be continued.
         """
         self.size, self.batch, self.seed, self.shuffle = size, batch, seed, shuffle
+        self.checksum = checksum
         weighted = by_success or any(w != 1 for w in weights)
         self._weights = torch.tensor([*weights] or [1.0] * size).double() if weighted else None
         # Wrong and right responses to each row.
@@ -342,7 +345,7 @@ class Sampler:
         """Return the values that a state to continue must have, too."""
         weighted = int(self._weights is not None)
         order = {"size": self.size, "seed": self.seed, "shuffle": int(self.shuffle)}
-        return {**order, "weighted": weighted}
+        return {**order, "weighted": weighted, "checksum": self.checksum}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state()``, with any batch size. Other weights count from the next epoch.
@@ -350,8 +353,9 @@ class Sampler:
         Raises:
             ConfigError: The state belongs to other data or another seed.
         """
+        absent = {"weighted": 0, "checksum": self.checksum}  # of states before these existed
         for name, value in self._kind().items():
-            if (other := state.get(name, 0)) != value:  # states without "weighted" have no weights
+            if (other := state.get(name, absent.get(name))) != value:
                 raise ConfigError(
                     f"sampler: {name} is {value}, the state to continue has {other}: the"
                     " orders of rows differ; use the same data, prompt_length, seed and shuffle,"

@@ -942,9 +942,9 @@ class DataConfig:
     task: Literal["arithmetic", "scratchpad"] | None = None
     """A generated task, which needs no files; null: prompts come from files."""
     train: tuple[Text, ...] | dict[str, Weight] = option((), read_if=FILES)
-    """Files of training prompts (.jsonl, .json, .parquet), or directories of them, in one of these
-    layouts: {prompt, answer}, GSM8K, verl. {FILE: weight} instead of a list: an epoch has each row
-    weight times, a fraction at random."""
+    """Files of training prompts (.jsonl, .json, .parquet), or directories of .jsonl and .parquet,
+    in one of these layouts: {prompt, answer}, GSM8K, verl. {FILE: weight} instead of a list: an
+    epoch has each row weight times, a fraction at random."""
     eval: tuple[Text, ...] = option((), read_if=FILES)
     """Files of held-out prompts, as train."""
     prompt_key: Text | None = option(None, read_if=FILES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -139,6 +140,7 @@ class ReasoningRollout:
             *(len(prompts), batch, seed, bool(shuffle)),
             weights=[p.weight for p in prompts],
             by_success=self.by_success,
+            checksum=zlib.crc32(repr([(p.ids, p.ground_truth) for p in prompts]).encode()),
         )
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}

@@ -411,3 +411,5 @@ def test_a_state_of_other_data_is_refused() -> None:
         Sampler(9, 2, 0).load_state(Sampler(10, 2, 0).state())
     with pytest.raises(ConfigError, match="weighted is 1, the state to continue has 0"):
         Sampler(9, 2, 0, by_success=True).load_state(Sampler(9, 2, 0).state())
+    with pytest.raises(ConfigError, match="checksum is 1, the state to continue has 2"):
+        Sampler(9, 2, 0, checksum=1).load_state(Sampler(9, 2, 0, checksum=2).state())
