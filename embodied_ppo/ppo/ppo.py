@@ -179,9 +179,9 @@ class PPO(LearnerState):
                 reward, distance, rollout.mask, self.kl_coef
             )
             results |= penalty
-        # ``shape_rewards`` has clamped before the penalty, which can exceed the bound again.
-        if c.reward_clip is not None and c.reward_clip_order == "after_norm":
-            reward = rewards.clip_rewards(reward, rollout.mask, c.reward_clip)
+            # ``shape_rewards`` has clamped before the penalty, which can exceed the bound again.
+            if c.reward_clip is not None and c.reward_clip_order == "after_norm":
+                reward = rewards.clip_rewards(reward, rollout.mask, c.reward_clip)
 
         # Advantages:  δ_t = r_t + γ·V(s_{t+1})·(1 − terminated_t) − V(s_t)
         #              A_t = Σ_l (γλ)^l·δ_{t+l} until the episode ends;  R_t = A_t + V(s_t)

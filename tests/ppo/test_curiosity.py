@@ -70,8 +70,8 @@ def test_reward_and_weight_by_hand() -> None:
 
 
 def test_advantage_against_reference() -> None:
-    """A = A_reward + 0.5·A_curiosity; rewards of the second are divided by the deviation of G."""
-    learner, curiosity = make()
+    """A = A_reward + 0.5·A_curiosity: clamped rewards, and errors divided by the deviation of G."""
+    learner, curiosity = make({"reward_clip": 0.5, "reward_clip_order": "after_norm"})
     t = experience()
     rewarded, _ = curiosity.with_reward(t, learner.actor.encode(t))
     batch, metrics = learner.prepare(t)
@@ -86,7 +86,7 @@ def test_advantage_against_reference() -> None:
                 sums.append(g)
                 g = 0.0 if done[row, n] else g
     std = float((torch.tensor(sums).double().var(correction=0) + 1e-8).sqrt())
-    rewards = ((t.reward.double(), 0.99, 1.0), (bonus / std, 0.9, 0.5))
+    rewards = ((t.reward.double().clamp(-0.5, 0.5), 0.99, 1.0), (bonus / std, 0.9, 0.5))
     for k, (reward, gamma, weight) in enumerate(rewards):
         fields = (reward, t.value[..., k], t.next_value[..., k], t.terminated, t.truncated, t.mask)
         a, _ = reference.gae(*(x.tolist() for x in fields), gamma=gamma, gae_lambda=0.95)
