@@ -296,14 +296,15 @@ class Point(gymnasium.Env):
     """Move a point to the origin of the plane; the info has ``success`` and ``near``.
 
     An episode ends at success. ``far`` scales the initial position, so that kwargs have an effect.
+    ``late``: the info is empty except at success.
     """
 
     metadata: dict[str, Any] = {"render_modes": []}  # noqa: RUF012
     observation_space = gymnasium.spaces.Box(-10, 10, (2,), np.float32)
     action_space = gymnasium.spaces.Box(-2, 2, (2,), np.float32)
 
-    def __init__(self, far: float = 1.0, render_mode: str | None = None) -> None:
-        self.far = far
+    def __init__(self, far: float = 1.0, late: bool = False, render_mode: Any = None) -> None:
+        self.far, self.late = far, late
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -316,7 +317,8 @@ class Point(gymnasium.Env):
         self.x = (self.x + 0.2 * action).clip(-10, 10).astype(np.float32)
         distance = float(np.linalg.norm(self.x))
         info = {"success": distance < 0.3, "near": distance < 0.6}
-        return self.x.copy(), -distance, info["success"], False, info
+        info = info if info["success"] or not self.late else {}
+        return self.x.copy(), -distance, distance < 0.3, False, info
 
 
 class Faulty(Point):

@@ -189,9 +189,9 @@ class RemoteEnv(VectorEnv):
         values = self._receive()
         # Infos may have other names in each process, so they are joined by name.
         infos = [value.pop("info", {}) for value in values]
-        if any("final_obs" in value for value in values):
-            # A simulator may return final observations only where one of its episodes ended.
-            values = [{"final_obs": value["obs"], **value} for value in values]
+        # A process may lack final observations (no episode ended) and success (no info had it yet).
+        no, keys = torch.zeros(self.part, dtype=torch.bool), {k for x in values for k in x}
+        values = [{k: x.get(k, x["obs"] if k == "final_obs" else no) for k in keys} for x in values]
         info = infos[0] if len(infos) == 1 else _join_infos(infos, self.part)
         return Step(**self._join(values), info=self._join([info]) or None)
 
