@@ -217,7 +217,7 @@ class RemoteEnv(VectorEnv):
 
         Raises ValueError where the state is of another number of processes.
         """
-        states = [state] if len(self.services) == 1 else state["parts"]
+        states = state.get("parts", [state])
         pairs = zip(self.services, states, strict=True)
         parts = [{"value": serialize_state(part)} for _, part in pairs]
         return self._joined_obs(self._request("load_state", parts))

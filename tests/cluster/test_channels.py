@@ -192,6 +192,8 @@ def test_rollout_with_remote_simulators_equals_local_rollout(
             assert all(map(torch.equal, tree.leaves(resumed), last))
         else:
             remote.load_state(remote.state())
+            with pytest.raises(ValueError, match="longer"):  # of another number of processes
+                RemoteEnv([one], seeds, device=CPU).load_state({"parts": [{}, {}]})
         remote.close()
 
 
