@@ -101,7 +101,7 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """Return 1 − Var(R−V)/Var(R) over unmasked entries, float64 scalar.
 
     1: V predicts R. 0: V is no better than a constant. Below 0: worse than a constant. NaN where
-    the returns do not vary.
+    the returns do not vary, apart from rounding.
 
     Args:
         value: [..], V.
@@ -110,7 +110,7 @@ def explained_variance(value: Tensor, returns: Tensor, mask: Tensor) -> Tensor:
     """
     return_var = masked_moments(returns, mask, unbiased=False).var
     error_var = masked_moments(returns.double() - value.double(), mask, unbiased=False).var
-    return torch.where(return_var > 0, 1 - error_var / return_var, torch.nan)
+    return torch.where(return_var > 1e-12 * error_var, 1 - error_var / return_var, torch.nan)
 
 
 # ---------------------------------------------------------------------------------- running moments
