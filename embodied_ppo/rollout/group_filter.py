@@ -37,13 +37,13 @@ def mixed_groups(success: Tensor, counted: Tensor, group_size: int) -> Tensor:
     return (success & counted).any(1) & (~success & counted).any(1)
 
 
-def simulated_success(env_id: str, steps: Sequence[Step], mask: Tensor) -> Tensor:
+def simulated_success(env_id: str, steps: Sequence[Step], mask: Tensor, *, known: bool) -> Tensor:
     """Return whether the first episode of each environment succeeded, bool [N].
 
     Raises:
-        RunRefused: No step reports success.
+        RunRefused: No step reports success, and none has before (``known``).
     """
-    if all(step.success is None for step in steps):
+    if not known and all(step.success is None for step in steps):
         raise RunRefused(
             f"algorithm.group_filter = success: env.id={env_id} reports no success; write"
             " algorithm.group_filter=null, or return its flag as success in the info"

@@ -385,8 +385,8 @@ class Rollout:
         undiscounted = reward if count is None else reward.sum(-1)
         if self.filter is not None or self.masks_groups:
             # As without a filter, steps after the end of an episode count: they are simulated.
-            simulated = mask.numel() if executed is None else executed.numel()
-            self.outcome = simulated_success(self.env.id, steps, mask), simulated
+            rows, known = mask if executed is None else executed, self.episodes.has_success
+            self.outcome = simulated_success(self.env.id, steps, mask, known=known), rows.numel()
         continues = repeat > 0 and self.filter is None
         metrics = self.episodes.add(
             steps, undiscounted, length, counted, damaged, continues=continues

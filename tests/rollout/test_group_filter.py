@@ -135,8 +135,7 @@ def test_passes_keep_the_groups_of_an_environment_together() -> None:
 # ------------------------------------------------------------------------------------------- robots
 def point_rollout(stack: ExitStack, **options: Any) -> Rollout:
     c = run_helpers.tiny_config({**POINT, **options})
-    seeds = env_seeds(0, 0, 8, 2)
-    env = environments.make_env(seeds, config=c.env, device=torch.device("cpu"))
+    env = environments.make_env(env_seeds(0, 0, 8, 2), config=c.env, device=torch.device("cpu"))
     stack.callback(env.close)
     torch.manual_seed(0)
     policy = robot_policy.make_policy(c, env)
@@ -168,17 +167,19 @@ def test_robots_train_on_groups_of_unequal_success() -> None:
                 other, _ = again.collect(8, update=2, version=2)
                 assert all(map(torch.equal, tree.leaves(t), tree.leaves(other)))
         assert rounds > 3
+        # No info has success where nothing succeeds, which is known from an earlier rollout.
+        late = {"env.kwargs": {"far": 9.0, "late": True}, "algorithm.group_filter_rounds": 1}
+        x = point_rollout(stack, **late)
+        x.episodes.has_success = True
+        assert x.collect(8, update=0, version=0)[1]["rollout/groups_dropped"] == 4
 
 
 def test_passes_are_new_episodes_and_one_round_masks_groups() -> None:
     with ExitStack() as stack:
-        plain = point_rollout(stack, **{"algorithm.group_filter": None})
-        passes = {"algorithm.rollout_epoch": 3, "algorithm.group_filter": None}
-        x = point_rollout(stack, **passes)
-        filtered = point_rollout(stack, **passes | {"algorithm.group_filter": "success"})
-        one = point_rollout(
-            stack, **{"algorithm.rollout_epoch": 3, "algorithm.group_filter_rounds": 1}
-        )
+        unfiltered, passes = {"algorithm.group_filter": None}, {"algorithm.rollout_epoch": 3}
+        plain, x = point_rollout(stack, **unfiltered), point_rollout(stack, **unfiltered, **passes)
+        filtered = point_rollout(stack, **passes)
+        one = point_rollout(stack, **passes, **{"algorithm.group_filter_rounds": 1})
         for update in range(2):
             first, _ = plain.collect(8, update=update, version=update)
             t, metrics = x.collect(8, update=update, version=update)
