@@ -155,9 +155,8 @@ class PPO(LearnerState):
                 actor, inputs, trajectory, c, ranks, lags=lags
             )
             results |= measured
-        reference = None
-        if c.use_kl_loss or c.use_kl_in_reward:
-            reference = actor.reference_view(trajectory)
+        has_kl = c.use_kl_loss or c.use_kl_in_reward
+        reference = actor.reference_view(trajectory) if has_kl else None
 
         # Values V(s_t), and V(s_{t+1}) of the true successor. A value head computed them in acting,
         # the last one and those at time limits by rollout/bootstrap.py.
@@ -216,8 +215,7 @@ class PPO(LearnerState):
 
         # What the loss of a minibatch reads, of this rank's columns.
         if is_reshaped:
-            local = partial(preparation.local_columns, ranks=ranks, like=trajectory.mask)
-            advantage, returns = local(advantage), local(returns)
+            advantage, returns = preparation.local_columns(trajectory, ranks, advantage, returns)
         target, mirror = reference if c.use_kl_loss else None, None
         equal = c.loss_agg_func == "trajectory-mean"
         if self.symmetry is not None:

@@ -84,11 +84,11 @@ def gather_columns(t: Trajectory, ranks: Ranks) -> Trajectory:
     return replace(t, **(tree.map(flatten_chunks, gathered) if t.mask.ndim == 3 else gathered))
 
 
-def local_columns(x: Tensor, ranks: Ranks, *, like: Tensor) -> Tensor:
-    """Return this rank's columns of a result of ``gather_columns``, shaped as ``like``."""
-    if like.ndim == 3:  # [T·C, N] to [T, N, C]
-        x = x.unflatten(0, (-1, like.shape[2])).transpose(1, 2)
-    return ranks.local_columns(x)
+def local_columns(like: Trajectory, ranks: Ranks, *results: Tensor) -> list[Tensor]:
+    """Return this rank's columns of results of ``gather_columns``, shaped as its trajectory."""
+    if like.mask.ndim == 3:  # [T·C, N] to [T, N, C]
+        results = tuple(x.unflatten(0, (-1, like.mask.shape[2])).transpose(1, 2) for x in results)
+    return [ranks.local_columns(x) for x in results]
 
 
 def task_of_samples(inputs: Any, mask: Tensor) -> Tensor:
