@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -31,30 +31,24 @@ from embodied_ppo.rollout.rewards.graders import Grade, Graders, Sample
 
 
 # --------------------------------------------------------------------------- in the models' process
+@dataclass(eq=False, kw_only=True)
 class ModelService:
-    """``RequestHandler`` of the graders, critic and reference model of this process."""
+    """``RequestHandler`` of the graders, critic and reference model of this process.
 
-    def __init__(
-        self,
-        *,
-        device: torch.device,
-        graders: Graders | None = None,
-        prompts: Sequence[Prompt] = (),
-        critic: LocalCritic | None = None,
-        reference: FrozenReference | None = None,
-    ) -> None:
-        """Serve what is not None.
+    Attributes:
+        device: Device of the models.
+        graders: Graders; None: not served, as for the other models.
+        prompts: The prompts of the callers, in the same order; requests to the graders contain
+            their indices.
+        critic: Critic with its optimiser.
+        reference: Reference model.
+    """
 
-        Args:
-            device: Device of the models.
-            graders: Graders.
-            prompts: The prompts of the callers, in the same order; requests to the graders contain
-                their indices.
-            critic: Critic with its optimiser.
-            reference: Reference model.
-        """
-        self.device, self.graders, self.prompts = device, graders, prompts
-        self.critic, self.reference = critic, reference
+    device: torch.device
+    graders: Graders | None = None
+    prompts: Sequence[Prompt] = ()
+    critic: LocalCritic | None = None
+    reference: FrozenReference | None = None
 
     def phase(self, method: str) -> str:
         """See ``RequestHandler``."""

@@ -24,6 +24,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -340,11 +341,20 @@ class Library:
         return [*lines, *errors][-1] if lines else "without output"
 
 
+@dataclass(eq=False)
 class CompileSchedule:
     """Switches a program to compiled code at a fixed update; on a GPU the code is a CUDA graph.
 
     The update is fixed, so that results depend neither on the content of the cache nor on the
     duration of the compilation.
+
+    Attributes:
+        first_compiled_update: The first update that uses compiled code. None: never.
+        start_update: The update in which the compilation starts.
+        required: Whether a failure to compile is a TrainingError; otherwise ``notice`` receives the
+            reason.
+        notice: Called with messages for the user.
+        captures: Whether the compiled function is a CUDA graph.
     """
 
     # Number of schedules in this process that are waiting for their compiler.
@@ -352,29 +362,14 @@ class CompileSchedule:
     # Seconds that the schedules of this process have waited for it.
     waited_s = 0.0
 
-    def __init__(
-        self,
-        first_compiled_update: int | None,
-        *,
-        start_update: int = 0,
-        required: bool = False,
-        notice: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        """Create a schedule.
-
-        Args:
-            first_compiled_update: The first update that uses compiled code. None: never.
-            start_update: The update in which the compilation starts.
-            required: Whether a failure to compile is a TrainingError; otherwise ``notice`` receives
-                the reason.
-            notice: Called with messages for the user.
-        """
-        self.first_compiled_update, self.start_update = first_compiled_update, start_update
-        self.required, self.notice = required, notice
-        self.captures = False  # whether the compiled function is a CUDA graph
-        self._library: Library | None = None
-        self._function: Function | None = None
-        self._closed = False
+    first_compiled_update: int | None
+    start_update: int = 0
+    required: bool = False
+    notice: Callable[[str], None] = lambda text: None
+    captures: bool = field(default=False, init=False)
+    _library: Library | None = field(default=None, init=False)
+    _function: Function | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
 
     def get(self, update: int, make_example: Callable[[], Example]) -> Function | None:
         """Return the compiled function for ``update``, None before it is due.

@@ -44,19 +44,24 @@ class Camera:
     size: tuple[int, int]
 
 
+@dataclass(eq=False)
 class EpisodeImages:
-    """Images of episodes on disk. Every method raises ConfigError for a damaged file."""
+    """Images of episodes on disk. Every method raises ConfigError for a damaged file.
 
-    def __init__(
-        self,
-        folder: Path,
-        episodes: Sequence[EpisodeLocation],
-        cameras: Mapping[str, Camera],
-        fps: float,
-    ) -> None:
-        """Set the folder, its episodes, the cameras by name and the videos' frames per second."""
-        self.folder, self.episodes, self.cameras, self.fps = folder, episodes, cameras, fps
-        counts = [episode.count for episode in episodes]
+    Attributes:
+        folder: The data set.
+        episodes: Its episodes.
+        cameras: Name -> camera.
+        fps: Frames per second of the videos.
+    """
+
+    folder: Path
+    episodes: Sequence[EpisodeLocation]
+    cameras: Mapping[str, Camera]
+    fps: float
+
+    def __post_init__(self) -> None:
+        counts = [episode.count for episode in self.episodes]
         # int64 [E + 1]: number of the first frame of each episode, and of all frames.
         self.starts = torch.tensor([0, *itertools.accumulate(counts)])
 

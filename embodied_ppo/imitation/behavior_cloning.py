@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -114,20 +115,19 @@ def clone(
         policy.freeze(frozen)
 
 
+@dataclass(eq=False)
 class _CloningRun:
     """Policy, demonstrations and the heads of the auxiliary loss."""
 
-    def __init__(
-        self,
-        policy: Family,
-        demos: Demonstrations,
-        config: CloningConfig,
-        seed: int,
-        notice: Callable[[str], None],
-        advance: ProgressCallback,
-    ) -> None:
-        self.policy, self.demos, self.config = policy, demos, config
-        self.notice, self.advance = notice, advance
+    policy: Family
+    demos: Demonstrations
+    config: CloningConfig
+    seed: InitVar[int]
+    notice: Callable[[str], None]
+    advance: ProgressCallback
+
+    def __post_init__(self, seed: int) -> None:
+        policy, demos, config = self.policy, self.demos, self.config
         self.device = policy.device
         future = demos.state[_frames_at(demos.episode, FUTURE)].flatten(1)
         # [F, S·len(FUTURE)]

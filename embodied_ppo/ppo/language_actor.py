@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -159,34 +159,28 @@ class TokenLoss(PPOLoss):
         return PolicyTerms(view.log_prob, view.entropy, distance)
 
 
+@dataclass(eq=False)
 class LanguageActor:
-    """A language model and its reference; see ``roles.Actor``."""
+    """A language model and its reference; see ``roles.Actor``.
+
+    Attributes:
+        policy: The language model.
+        reference: The frozen reference, None without one.
+        config: Options.
+        tokens: Limit of tokens in a forward pass.
+        recompute: See ``roles.Actor``.
+        optimizer: Set by ``language_ppo``: its loss reads the reference of this actor.
+    """
 
     # A grader gives one score to a response, see ``rewards.shape_rewards``.
     scores_sequences = True
 
-    def __init__(
-        self,
-        policy: LanguagePolicy,
-        reference: Reference | None,
-        config: AlgorithmConfig,
-        *,
-        tokens: int | None,
-        recompute: bool,
-    ) -> None:
-        """Create an actor.
-
-        Args:
-            policy: The language model.
-            reference: The frozen reference, None without one.
-            config: Options.
-            tokens: Limit of tokens in a forward pass.
-            recompute: See ``roles.Actor``.
-        """
-        self.policy, self.reference, self.config, self.tokens = policy, reference, config, tokens
-        self.recompute = recompute
-        # Set by ``language_ppo``: the loss of the optimiser reads the reference of this actor.
-        self.optimizer: MinibatchOptimizer | None = None
+    policy: LanguagePolicy
+    reference: Reference | None
+    config: AlgorithmConfig
+    tokens: int | None
+    recompute: bool
+    optimizer: MinibatchOptimizer | None = field(default=None, init=False)
 
     @property
     def ranks(self) -> Ranks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -59,24 +60,20 @@ class ActProgram:
         return tuple(tree.leaves(torch.func.functional_call(self.module, weights, (obs, noise))))
 
 
+@dataclass(eq=False)
 class Acting:
     """The policy's ``encode`` and ``act``, as eager code first and later as compiled code."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        schedule: compile.CompileSchedule,
-        rows: int | None = None,
-        kept_inputs: Sequence[str] = (),
-    ) -> None:
-        """Run at most ``rows`` observations in one forward pass of eager code; None: all."""
-        self.policy, self.schedule, self.rows = policy, schedule, rows
-        self.kept_inputs = kept_inputs
-        # Inputs ``kept_inputs`` of the last call, which was eager.
-        self.kept: dict[str, Tensor] = {}
-        self.weights: list[Tensor] = []
-        # Decision of the traced program: the layout of what compiled code returns.
-        self.structure: Any = None
+    policy: Policy
+    schedule: compile.CompileSchedule
+    # Largest number of observations in one forward pass of eager code; None: all.
+    rows: int | None = None
+    kept_inputs: Sequence[str] = ()
+    # Inputs ``kept_inputs`` of the last call, which was eager.
+    kept: dict[str, Tensor] = field(default_factory=dict, init=False)
+    weights: list[Tensor] = field(default_factory=list, init=False)
+    # Decision of the traced program: the layout of what compiled code returns.
+    structure: Any = field(default=None, init=False)
 
     def __call__(self, obs: Obs, noise: Tensor, update: int) -> Decision:
         """Return the decision of the policy for N observations in update ``update``."""

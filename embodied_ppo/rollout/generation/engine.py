@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Protocol
 
@@ -104,40 +104,35 @@ class _Cache:
         self.keys, self.values = zip(*halves, strict=True)
 
 
+@dataclass(eq=False)
 class Engine:
-    """Built-in ``Generator``. It reads the policy's weights, or a copy in the type of products."""
+    """Built-in ``Generator``. It reads the policy's weights, or a copy in the type of products.
 
-    def __init__(
-        self,
-        policy: LanguagePolicy,
-        *,
-        slots: int,
-        pad_id: int,
-        decode: Callable[[list[int]], str] | None = None,
-        static: bool | None = None,
-        copy_weights: bool | None = None,
-        progress: Callable[[int, int], None] = lambda completed, total: None,
-    ) -> None:
-        """Create an engine.
+    Attributes:
+        policy: The language model.
+        slots: Rows decoded together, S.
+        pad_id: Token id of padding.
+        decode: Function from token ids to text, for stop texts.
+        static: Whether steps have fixed shapes, which CUDA graphs need; None: on a GPU. The tokens
+            are the same.
+        copy_weights: Whether decoding with fixed shapes reads a copy of the weights, see
+            ``DecodeModel``; None: where float32 weights are multiplied in another type. Models that
+            ``DecodeModel`` does not support are decoded without a copy.
+        progress: Callback (completed, total) after each step, in responses.
+        version: Version of the weights.
+    """
 
-        Args:
-            policy: The language model.
-            slots: Rows decoded together, S.
-            pad_id: Token id of padding.
-            decode: Function from token ids to text, for stop texts.
-            static: Whether steps have fixed shapes, which CUDA graphs need; None: on a GPU. The
-                tokens are the same.
-            copy_weights: Whether decoding with fixed shapes reads a copy of the weights, see
-                ``DecodeModel``; None: where float32 weights are multiplied in another type. Models
-                that ``DecodeModel`` does not support are decoded without a copy.
-            progress: Callback (completed, total) after each step, in responses.
-        """
-        self.policy, self.slots, self.pad_id, self.decode = policy, slots, pad_id, decode
-        self.static, self.copy_weights, self.progress = static, copy_weights, progress
-        self.version = 0
-        self._model: DecodeModel | None = None
-        self._cache: _Cache | None = None
-        self._rounds: StaticDecode | None = None
+    policy: LanguagePolicy
+    slots: int
+    pad_id: int
+    decode: Callable[[list[int]], str] | None = None
+    static: bool | None = None
+    copy_weights: bool | None = None
+    progress: Callable[[int, int], None] = lambda completed, total: None
+    version: int = field(default=0, init=False)
+    _model: DecodeModel | None = field(default=None, init=False)
+    _cache: _Cache | None = field(default=None, init=False)
+    _rounds: StaticDecode | None = field(default=None, init=False)
 
     # ------------------------------------------------------------------------------------- protocol
     @torch.inference_mode()
