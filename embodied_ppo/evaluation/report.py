@@ -34,6 +34,8 @@ EPISODES_SHOWN = 500  # number of rows of the page's table of episodes; report.j
 # Ranges of equal width of the values of a command, in each of which its error is reported.
 COMMAND_RANGES = 8
 
+POINTS = 300  # largest number of points of a line in a chart
+
 SAMPLE_SHOWN = 600  # characters of a sample's text on the page; report.json has the complete text
 
 # env_steps for a robot policy, tokens for a language model, whose episodes are responses.
@@ -348,15 +350,12 @@ def cut(text: str, length: int = SAMPLE_SHOWN) -> str:
 
 
 # ------------------------------------------------------------------------------------------- charts
-def learning_curves(
-    rows: Iterable[Mapping[str, Any]], unit: Unit, points: int = 300
-) -> list[Chart]:
+def learning_curves(rows: Iterable[Mapping[str, Any]], unit: Unit) -> list[Chart]:
     """Return the charts of CURVES for which rows of metrics.jsonl have values.
 
     Args:
         rows: Rows of metrics.jsonl.
         unit: Unit of the x axis; rows without it are left out.
-        points: Largest number of points of a line; neighbours are averaged.
     """
     drawn = {unit, *itertools.chain(*CURVES)}
     rows = [{tag: x for tag, x in row.items() if tag in drawn and _finite(x)} for row in rows]
@@ -367,8 +366,8 @@ def learning_curves(
             values = [(row[unit], row[tag]) for row in rows if unit in row and tag in row]
             if tag == "value/explained_variance":  # large negative values hide all others
                 values = [(x, max(-1.0, y)) for x, y in values]
-            # Average neighbours to at most ``points`` points.
-            size = math.ceil(len(values) / points)
+            # Average neighbours to at most POINTS points.
+            size = math.ceil(len(values) / POINTS)
             parts = [values[k : k + size] for k in range(0, len(values), size or 1)]
             if parts:
                 series[tag] = [(fmean(x for x, _ in p), fmean(y for _, y in p)) for p in parts]

@@ -58,9 +58,8 @@ def make_policy(config: Config, env: VectorEnv | EnvInfo, *, weights: bool = Tru
     sizes: dict[str, Any] = {"chunk": chunk, "values": value_outputs(config)}
     vla: dict[str, Any] = sizes | {"sentences": env.instructions}
     published_vla: dict[str, Any] = vla | {"mapping": config.env.action_mapping}
-    if m.checkpoint is not None:
-        if not weights and published.can_build(m.checkpoint):
-            return published.policy_of_sizes(env, m, **published_vla)
+    if m.checkpoint is not None and not weights and published.can_build(m.checkpoint):
+        return published.policy_of_sizes(env, m, **published_vla)
     with torch.random.fork_rng():
         torch.manual_seed(sampling_key(config.seed, "weights"))
         if m.policy == "actor_critic":

@@ -374,7 +374,7 @@ def _describe(
         "format": run_policy.FORMAT,
         "task": env.id,
         "inputs": _inputs(exported, specs, names, env) + _memory(exported, ""),
-        "outputs": _outputs(env, exported, mechanism) + _memory(exported, run_policy.NEXT),
+        "outputs": _outputs(exported, mechanism) + _memory(exported, run_policy.NEXT),
         "action_structure": tree.map(lambda name: exported.actions[name], structure),
         "control": {"step_s": step_s, "rate_hz": rate_hz, "action_chunk": exported.policy.chunk},
         "action_mapping": config.env.action_mapping if exported.policy.numbers else "none",
@@ -444,9 +444,7 @@ def _inputs(
     return inputs
 
 
-def _outputs(
-    env: VectorEnv, exported: Exported, mechanism: Mapping[str, Any]
-) -> list[dict[str, Any]]:
+def _outputs(exported: Exported, mechanism: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the entries of the arrays of the action and, for choices, of the logits."""
     chunk, outputs, logits = exported.policy.chunk, list[dict[str, Any]](), list[str]()
     actuators = [actuator["name"] for actuator in mechanism.get("actuators", ())]
