@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -186,8 +187,5 @@ def describe_spaces(config: Config) -> EnvInfo:
         )
     # One environment suffices, because spaces describe one environment.
     seeds, cpu = env_seeds(0, 0, 1), torch.device("cpu")
-    env = make_env(seeds, config=options, device=cpu, model=config.model)
-    try:
+    with closing(make_env(seeds, config=options, device=cpu, model=config.model)) as env:
         return env.info
-    finally:
-        env.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shlex
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -193,11 +194,8 @@ def restore(
         trained: Whether to load the weights; False: the policy is as before the training.
     """
     config = replace(config, model=run.model(allow=allow))
-    env = factory(env_seeds(0, 0, 1))
-    try:
+    with closing(factory(env_seeds(0, 0, 1))) as env:
         policy = robot_policy.make_policy(config, env)
-    finally:
-        env.close()
     if trained:
         run.load_weights(policy)
     return policy, env

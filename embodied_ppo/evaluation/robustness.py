@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from statistics import fmean
 from types import MappingProxyType
@@ -238,12 +239,9 @@ def check_changed(factory: Factory, nominal: VectorEnv) -> None:
     Raises:
         EnvError: The simulator refuses the changes, or has other observations or actions.
     """
-    env = factory(env_seeds(0, 0, 1))
-    try:
+    with closing(factory(env_seeds(0, 0, 1))) as env:
         if (env.obs_spec, env.action_spec) != (nominal.obs_spec, nominal.action_spec):
             raise EnvError("its observations or actions differ from those of the evaluated one")
-    finally:
-        env.close()
 
 
 # -------------------------------------------------------------------------------------- measurement

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -195,11 +195,8 @@ def _local_simulators(spec: RunSpec, messages: Messages, kind: str, seeds: list[
 
 def _describe_simulators(spec: RunSpec, messages: Messages) -> EnvInfo:
     """Return the spaces of the simulators, from one that is created and closed."""
-    env = _local_simulators(spec, messages, "train", env_seeds(0, 0, 1))
-    try:
+    with closing(_local_simulators(spec, messages, "train", env_seeds(0, 0, 1))) as env:
         return env.info
-    finally:
-        env.close()
 
 
 def _simulators(

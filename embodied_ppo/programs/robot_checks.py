@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from operator import attrgetter
 
 import torch
@@ -41,10 +42,8 @@ def check_evaluation(config: Config, device: torch.device) -> None:
     if e.env_kwargs and e.episodes:
         seeds = evaluation.evaluation_seeds(0, 1)
         probe = make_env(seeds, config=evaluation_env(config), device=device, model=config.model)
-        try:
+        with closing(probe):
             probe.reset()
-        finally:
-            probe.close()
 
 
 def find_mirror(spec: RunSpec, policy: AnyPolicy, messages: Messages) -> Mirror | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,11 +65,8 @@ def play_task(config: Config, agent: str, episode: int) -> Iterator[tuple[Player
     Raises:
         ConfigError, EnvError: The task cannot be shown.
     """
-    env = _factory(config)(evaluation.evaluation_seeds(config.seed, 1))
-    try:
+    with closing(_factory(config)(evaluation.evaluation_seeds(config.seed, 1))) as env:
         yield Player(env, seed=config.seed, episode=episode, agent=agent), None
-    finally:
-        env.close()
 
 
 @contextmanager
@@ -91,16 +88,13 @@ def play_run(
     temperature = None
     if not options.deterministic:
         temperature = sampling_temperature(policy, options.temperature)
-    env = factory(evaluation.evaluation_seeds(options.seed, 1))
-    try:
-        with evaluation.evaluation_mode(policy, temperature):
-            evaluation.set_instructions(policy, env.instructions)
-            acting = {"seed": options.seed, "deterministic": options.deterministic}
-            player = Player(env, policy, episode=episode, agent=agent, **acting)
-            follows = Path(options.checkpoint).resolve() == run.run_dir.resolve()
-            yield player, Weights(run, policy, follow=follows)
-    finally:
-        env.close()
+    seeds = evaluation.evaluation_seeds(options.seed, 1)
+    with closing(factory(seeds)) as env, evaluation.evaluation_mode(policy, temperature):
+        evaluation.set_instructions(policy, env.instructions)
+        acting = {"seed": options.seed, "deterministic": options.deterministic}
+        player = Player(env, policy, episode=episode, agent=agent, **acting)
+        follows = Path(options.checkpoint).resolve() == run.run_dir.resolve()
+        yield player, Weights(run, policy, follow=follows)
 
 
 def read_report(folder: Path) -> tuple[EvaluateConfig, dict[str, Any]]:

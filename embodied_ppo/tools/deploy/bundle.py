@@ -22,6 +22,7 @@ import re
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -175,8 +176,7 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
     episodes = EPISODES
     if environments.builds_once(run.config):  # the environments of a robot may be one
         episodes = min(episodes, run.config.env.num_envs)
-    env = _make_env(run, env_config, task, episodes)
-    try:
+    with closing(_make_env(run, env_config, task, episodes)) as env:
         model = run.model(allow=False)
         policy = robot_policy.make_policy(replace(run.config, env=env_config, model=model), env)
         assert isinstance(policy, ActorCritic)
@@ -202,13 +202,10 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
             difference = _set_tolerances(info, golden, out)
             if robot is not None:
                 robot_section.write_files(info, env.simulator, out, run.say)
-    finally:
-        env.close()
     if robot is not None:
         commands = robot_section.tracking_commands(info)
         config = replace(env_config, realism=nominal, randomize=False, ranges={})
-        env = _make_env(run, config, task, len(commands))
-        try:
+        with closing(_make_env(run, config, task, len(commands))) as env:
             simulator: Any = env.simulator
             _hold(env, {"command": torch.tensor(commands)} if robot["command_names"] else {})
             step_s = info["control"]["step_s"]
@@ -216,8 +213,6 @@ def write(run: TrainedRun, out: Path) -> dict[str, Any]:
             rows = _record(policy, env, exported, length)
             exact = None if env_config.randomize else golden
             robot_section.measure(info, simulator.physics.model, commands, rows, exact, out)
-        finally:
-            env.close()
     with report_write_errors(out):
         _write_info(info, out)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,10 +91,8 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
         )
     config = replace(run.config, env=replace(run.config.env, num_envs=2))
     task = robot_evaluation.evaluated_task(run, config.env, allow=False)
-    env = environments.make_env(
-        env_seeds(0, 0, 2), config=config.env, device=torch.device("cpu"), task=task
-    )
-    try:
+    seeds, cpu = env_seeds(0, 0, 2), torch.device("cpu")
+    with closing(environments.make_env(seeds, config=config.env, device=cpu, task=task)) as env:
         policy = robot_policy.make_policy(config, env)
         assert isinstance(policy, PublishedVLA | PI0) and config.model.checkpoint is not None
         run.load_weights(policy)
@@ -125,8 +124,6 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
             action = exported.act(exported.encode(obs)).action
             return {"action_difference": float((action - before.action).abs().max())}
         after = exported.evaluate(exported.encode(obs), before.action, before.replay)
-    finally:
-        env.close()
     difference = (after.log_prob - expected.log_prob).detach().abs().max()
     return {"logit_difference": float(difference)}
 
