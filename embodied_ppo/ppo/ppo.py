@@ -120,10 +120,10 @@ class PPO(LearnerState):
         if not warmup and stats.sums.get("steps"):
             self.adapt_coefficients(stats.sums, results)
         # A policy that finds no reward returns slowly to the actions that it began with, around 0.
-        head = getattr(self.policy, "policy_head", None)
-        if c.noise_correlation and head is not None and not results["advantage/std"]:
-            with torch.no_grad():
-                torch._foreach_mul_([*head.parameters()], 1 - FORGOTTEN)
+        if c.noise_correlation and not results["advantage/std"]:
+            for name, p in self.policy.named_parameters():
+                if name.startswith("policy_head."):
+                    p.data.mul_(1 - FORGOTTEN)
         # Normalise observations with this rollout's statistics from the next one on.
         seen = trajectory if self.symmetry is None else self.symmetry.with_images(trajectory)
         self.actor.observe(seen)
