@@ -15,6 +15,7 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.ppo import losses
 
 CLIP: dict[str, Any] = {"low": 0.2, "high": 0.2}
+WIDE = {"low": 0.1, "high": 0.4}
 ALL = torch.ones(1, dtype=torch.bool)
 
 
@@ -78,31 +79,27 @@ def loss_of(
 
 # ------------------------------------------------------------------------------------------- policy
 @pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient", "clipped"),
+    ("ratio", "advantage", "loss", "gradient", "clipped", "options"),
     [
-        (1.1, 2.0, -2.2, -2.2, 0),  # inside: -A·r, and d/dlp = -A·r
-        (1.5, 2.0, -2.4, 0.0, 1),  # max(-3, -2·1.2): clipped, no gradient
-        (0.5, 2.0, -1.0, -1.0, 0),  # max(-1, -1.6): worse than clipped, so it may recover
-        (0.5, -2.0, 1.6, 0.0, 1),  # max(1, 2·0.8)
-        (1.5, -2.0, 3.0, 3.0, 0),  # max(3, 2.4)
-        (1.5, 0.0, 0.0, 0.0, 0),
+        (1.1, 2.0, -2.2, -2.2, 0, CLIP),  # inside: -A·r, and d/dlp = -A·r
+        (1.5, 2.0, -2.4, 0.0, 1, CLIP),  # max(-3, -2·1.2): clipped, no gradient
+        (0.5, 2.0, -1.0, -1.0, 0, CLIP),  # max(-1, -1.6): worse than clipped, so it may recover
+        (0.5, -2.0, 1.6, 0.0, 1, CLIP),  # max(1, 2·0.8)
+        (1.5, -2.0, 3.0, 3.0, 0, CLIP),  # max(3, 2.4)
+        (1.5, 0.0, 0.0, 0.0, 0, CLIP),
+        (1.3, 1.0, -1.3, -1.3, 0, WIDE),  # 1.3 < 1 + 0.4
+        (1.5, 1.0, -1.4, 0.0, 1, WIDE),
+        (0.85, -1.0, 0.9, 0.0, 1, WIDE),  # max(0.85, 1 - 0.1)
     ],
 )
-def test_policy_loss_by_hand(ratio, advantage, loss, gradient, clipped):
-    value, stats, grad = loss_of(ratio, advantage)
+def test_policy_loss_by_hand(ratio, advantage, loss, gradient, clipped, options):
+    value, stats, grad = loss_of(ratio, advantage, **options)
     assert value == pytest.approx(loss)
     assert grad == pytest.approx(gradient)
     assert stats["clip_fraction"] == clipped
     assert stats["ratio_max"] == pytest.approx(ratio)
     assert stats["approx_kl"] == pytest.approx(ratio - 1 - math.log(ratio))  # k3: 1.5 -> 0.0945
     assert stats["count"] == 1
-
-
-def test_asymmetric_clip():
-    wide = {"low": 0.1, "high": 0.4}
-    assert loss_of(1.3, 1.0, **wide)[0] == pytest.approx(-1.3)  # 1.3 < 1 + 0.4
-    assert loss_of(1.5, 1.0, **wide)[0] == pytest.approx(-1.4)
-    assert loss_of(0.85, -1.0, **wide)[0] == pytest.approx(0.9)  # max(0.85, 1 - 0.1)
 
 
 def mean_ratio_loss(
@@ -123,12 +120,13 @@ def test_sequence_ratio_by_hand():
     """GSPO: s is the geometric mean of the ratios of a column."""
     # Column 0: ratios 1.21 and 1, s = sqrt(1.21) = 1.1, inside the range: each loss is -A·s = -2.2.
     # Column 1: ratio 2 and a masked 9, s = 2, clipped at 1.2 with A = 1: the loss is -1.2.
-    rows = [[math.log(1.21), math.log(2.0)], [0.0, math.log(9.0)]]
-    mask = torch.tensor([[1, 1], [1, 0]]).bool()
-    loss, gradient, stats = mean_ratio_loss(rows, [[2.0, 1.0], [2.0, 1.0]], mask, "sequence", 2)
-    close(loss, torch.tensor([[-2.2, -1.2], [-2.2, 0.0]]).double())
+    # Column 2: without a response.
+    rows = [[math.log(1.21), math.log(2.0), math.nan], [0.0, math.log(9.0), math.inf]]
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0]]).bool()
+    loss, gradient, stats = mean_ratio_loss(rows, [[2.0, 1.0, 1.0]] * 2, mask, "sequence", 2)
+    close(loss, torch.tensor([[-2.2, -1.2, 0.0], [-2.2, 0.0, 0.0]]).double())
     # d loss_t / d lp_t = -A·s where it is not clipped.
-    close(gradient, torch.tensor([[-2.2, 0.0], [-2.2, 0.0]]).double())
+    close(gradient, torch.tensor([[-2.2, 0.0, 0.0], [-2.2, 0.0, 0.0]]).double())
     assert stats["clip_fraction"] == 1 and stats["count"] == 3
     assert stats["ratio_max"].item() == pytest.approx(2.0)
 
@@ -154,7 +152,8 @@ def test_sequence_ratio_has_the_gradient_of_gspo(seed):
     elements, _ = policy_loss(
         x, old, advantage.expand(5, 6), mask, **CLIP, ratio_level="sequence", batch_dims=2
     )
-    losses.aggregate(elements, mask, aggregation="seq-mean-token-mean").backward()
+    loss = losses.aggregate(elements, mask, aggregation="seq-mean-token-mean")
+    loss.backward()
     total = torch.zeros((), dtype=torch.float64)
     for i in range(6):  # GSPO, eq. 5: min(s·A, clip(s)·A), one term of each response
         own = mask[:, i]
@@ -163,30 +162,7 @@ def test_sequence_ratio_has_the_gradient_of_gspo(seed):
     (total / 6).backward()
     assert x.grad is not None and y.grad is not None
     close(x.grad, y.grad, 1e-12)
-    close(
-        losses.aggregate(elements, mask, aggregation="seq-mean-token-mean").detach(),
-        (total / 6).detach(),
-        1e-12,
-    )
-
-
-def test_sequence_ratio_ignores_masked_elements_and_needs_columns():
-    rows = torch.tensor([[0.1, float("nan")], [0.2, float("inf")]], dtype=torch.float64)
-    mask = torch.tensor([[1, 0], [1, 0]]).bool()
-    x = rows.clone().requires_grad_()
-    loss, _ = policy_loss(
-        x,
-        torch.zeros_like(rows),
-        torch.ones(2, 2).double(),
-        mask,
-        **CLIP,
-        ratio_level="sequence",
-        batch_dims=2,
-    )
-    loss.sum().backward()
-    assert x.grad is not None
-    assert loss[:, 1].tolist() == [0, 0] and x.grad[:, 1].tolist() == [0, 0]
-    assert x.grad[:, 0].tolist() == pytest.approx([-math.exp(0.15)] * 2)
+    close(loss.detach(), (total / 6).detach(), 1e-12)
 
 
 @pytest.mark.parametrize(
@@ -243,15 +219,8 @@ element = st.tuples(
 )
 def test_policy_loss_equals_reference(elements, low, high, c):
     lp, old, advantage, mask = (list(x) for x in zip(*elements, strict=True))
-    loss, stats = policy_loss(
-        torch.tensor(lp, dtype=torch.float64),
-        torch.tensor(old, dtype=torch.float64),
-        torch.tensor(advantage, dtype=torch.float64),
-        torch.tensor(mask),
-        low=low,
-        high=high,
-        dual=c,
-    )
+    tensors = (torch.tensor(x, dtype=torch.float64) for x in (lp, old, advantage))
+    loss, stats = policy_loss(*tensors, mask=torch.tensor(mask), low=low, high=high, dual=c)
     expected, (clipped, dual, k3, count), largest = reference_numerics.policy_loss(
         lp, old, advantage, mask, low=low, high=high, c=c
     )
