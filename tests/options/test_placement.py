@@ -192,9 +192,8 @@ def test_environments_and_samples_divide_evenly(
     placement: Any, numbers: dict[str, int], text: str
 ) -> None:
     sizes = {"num_envs": 64, "group_size": 1, "global_batch_size": 1024, **numbers}
-    with pytest.raises(PlacementError) as caught:
+    with pytest.raises(PlacementError, match=re.escape(text)):
         check_numbers(plan(placement, EIGHT), **sizes)
-    assert text in str(caught.value)
 
 
 def test_rows_of_a_plan() -> None:
