@@ -21,22 +21,13 @@ from embodied_ppo.evaluation.prompt_evaluation import (
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.rewards.graders import FAILED, Grade
 from embodied_ppo.training.logging import numbers
-from tests.rollout.test_language_rollout import ANSWERS, PROMPTS, ScriptedGenerator, decode
-
-
-class FixedGrades:
-    """Graders that return given grades."""
-
-    failures, last_failure = 0, ""
-
-    def __init__(self, grades: list[Grade]) -> None:
-        self.grades = grades
-
-    def grade(self, samples: Any, prompts: Any) -> list[Grade]:
-        assert len(samples) == len(prompts) == len(self.grades)
-        return self.grades
-
-    def close(self) -> None: ...
+from tests.rollout.test_language_rollout import (
+    ANSWERS,
+    PROMPTS,
+    FixedGraders,
+    ScriptedGenerator,
+    decode,
+)
 
 
 def right(answer: str) -> Grade:
@@ -52,7 +43,7 @@ def evaluated(
 ) -> PromptEvaluationResult:
     """Return the result of graded responses to the first ``count`` prompts."""
     sampling, generator = Sampling(4, temperature=temperature), ScriptedGenerator(ANSWERS, 4)
-    graders = FixedGrades(grades)
+    graders = FixedGraders(grades)
     return evaluate_prompts(PROMPTS[:count], generator, graders, decode, sampling, **options)
 
 
@@ -62,7 +53,7 @@ def test_metrics_against_hand_computed_numbers() -> None:
     grades += [wrong("c"), wrong("c"), right("d"), wrong(None)]
     generator = ScriptedGenerator(ANSWERS, 4)
     result = evaluate_prompts(
-        PROMPTS[:2], generator, FixedGrades(grades), decode, Sampling(4, temperature=0.7), n=4
+        PROMPTS[:2], generator, FixedGraders(grades), decode, Sampling(4, temperature=0.7), n=4
     )
     metrics = numbers(result.metrics())
     assert metrics["eval/accuracy"] == pytest.approx(0.5)

@@ -24,7 +24,7 @@ from embodied_ppo.rollout.rewards.graders import Grade
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.training.logging import numbers
 from tests.ppo.test_robot_actor_ranks import run_ranks
-from tests.rollout.test_language_rollout import ANSWERS, ScriptedGenerator
+from tests.rollout.test_language_rollout import ANSWERS, FixedGraders, ScriptedGenerator
 from tests.rollout.test_language_rollout import rollout as language_rollout
 
 YES, NO = True, False
@@ -218,26 +218,12 @@ def test_env_steps_of_a_run_include_dropped_groups(tmp_path) -> None:
 
 
 # ---------------------------------------------------------------------------------- language models
-class Graders:
-    """Grades responses right by their numbers, in the order of generation."""
-
-    failures, last_failure = 0, ""
-
-    def __init__(self, right: list[bool | None]) -> None:
-        self.right = right
-
-    def grade(self, samples: Any, prompts: Any) -> list[Grade]:
-        own, self.right = self.right[: len(samples)], self.right[len(samples) :]
-        return [Grade(1.0 + i, correct=x) for i, x in enumerate(own)]
-
-    def close(self) -> None: ...
-
-
 def test_prompts_are_drawn_until_the_batch_is_full() -> None:
     generator = ScriptedGenerator(ANSWERS, 4)
     x = language_rollout(group_size=2, batch=2, generator=generator, filter_rounds=3)
     # Round 1: two prompts, both right; round 2: one of two mixed; round 3: the one that lacks.
-    x.graders = Graders([YES, YES, YES, YES, NO, NO, YES, NO, NO, YES])
+    right = [YES, YES, YES, YES, NO, NO, YES, NO, NO, YES]
+    x.graders = FixedGraders([Grade(1.0 + i, correct=x) for i, x in enumerate(right)])
     t, metrics = x.collect(4, update=0, version=5)
     drawn = Sampler(4, 2, 3)
     order = [*drawn.next(), *drawn.next(), *drawn.next(1)]
@@ -266,7 +252,7 @@ def test_several_processes_collect_the_groups_of_one() -> None:
             self.answers = [ANSWERS[int(i) * 5 % 7 % 4] for i in samples]
             return super().generate(prompts, sampling, samples=samples, **options)
 
-    class LengthGraders(Graders):
+    class LengthGraders(FixedGraders):
         def grade(self, samples: Any, prompts: Any) -> list[Grade]:
             texts = [text for _, text, _, _ in samples]
             right = [len(x) >= len(p.ids) for x, p in zip(texts, prompts, strict=True)]
@@ -277,7 +263,7 @@ def test_several_processes_collect_the_groups_of_one() -> None:
             group_size=2,
             batch=4,
             generator=Generator(ANSWERS, 4),
-            graders=LengthGraders([]),
+            graders=LengthGraders(),
             filter_rounds=4,
             shuffle="success",
             ranks=ranks,

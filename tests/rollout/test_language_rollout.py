@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -58,10 +58,24 @@ class ScriptedGenerator:
     def sleep(self) -> None: ...
 
 
-class LengthGraders:
-    """Scores a response by the length of its text. The second sample of a batch fails."""
+class FixedGraders:
+    """Graders that return given grades, in the order of generation."""
 
     failures, last_failure = 0, ""
+
+    def __init__(self, grades: Sequence[Grade] = ()) -> None:
+        self.grades = list(grades)
+
+    def grade(self, samples: Any, prompts: Any) -> list[Grade]:
+        assert len(samples) == len(prompts) <= len(self.grades)
+        own, self.grades = self.grades[: len(samples)], self.grades[len(samples) :]
+        return own
+
+    def close(self) -> None: ...
+
+
+class LengthGraders(FixedGraders):
+    """Scores a response by the length of its text. The second sample of a batch fails."""
 
     def grade(self, samples: Any, prompts: Any) -> list[Grade]:
         assert [(p.data_source, p.ground_truth) for p in prompts] == [(s[0], s[2]) for s in samples]
@@ -72,8 +86,6 @@ class LengthGraders:
         grades[1] = FAILED
         self.failures, self.last_failure = self.failures + 1, "ValueError: no"
         return grades
-
-    def close(self) -> None: ...
 
 
 PROMPTS = [
@@ -129,19 +141,11 @@ def test_fields_of_a_trajectory() -> None:
 
 def test_numbers_of_the_grader_are_rewards_of_groups() -> None:
     """The grader returns a term "even" besides the score; the rest has the penalty of length 4."""
-
-    class Graders(LengthGraders):
-        def grade(self, samples: Any, prompts: Any) -> list[Grade]:
-            grades = super().grade(samples, prompts)
-            return [
-                g if g.failed else replace(g, extra={"even": float(g.score % 2 == 0)})
-                for g in grades
-            ]
-
+    first, *others = [Grade(x, extra={"even": float(x % 2 == 0)}) for x in (2.0, 0.0, 3.0)]
     groups = {"even": {"terms": ["even"]}, "length": {}}
     config = loader.load(AlgorithmConfig, {"reward_groups": groups})
     t, _ = rollout(
-        graders=Graders(),
+        graders=FixedGraders([first, FAILED, *others]),
         reward_groups=reward_groups(config),
         truncation=Truncation(overlong_buffer=1),
     ).collect(4, update=0, version=0)
@@ -187,20 +191,10 @@ def test_penalties_and_mask_of_truncated_responses() -> None:
     assert numbers(metrics)["rollout/truncated"] == 1 / 4
 
 
-class ConstantGraders(LengthGraders):
-    """Gives every response the same grade."""
-
-    def __init__(self, grade: Grade) -> None:
-        self.constant = grade
-
-    def grade(self, samples: Any, prompts: Any) -> list[Grade]:
-        return [self.constant] * len(samples)
-
-
 def test_other_numbers_of_a_grader_are_metrics() -> None:
     notices: list[str] = []
     grade = Grade(1.0, format_ok=False, extra={"steps": 3.0, "a b": 1.0})
-    x = rollout(graders=ConstantGraders(grade), notice=notices.append)
+    x = rollout(graders=FixedGraders([grade] * 8), notice=notices.append)
     for update in range(2):
         metrics = numbers(x.collect(4, update=update, version=0)[1])
     assert (metrics["reward/steps"], metrics["reward/a_b"]) == (3, 1)
@@ -210,18 +204,13 @@ def test_other_numbers_of_a_grader_are_metrics() -> None:
 
 
 def test_an_update_without_the_grades_that_it_needs_is_refused() -> None:
-    x = rollout(graders=ConstantGraders(FAILED))
+    x = rollout(graders=FixedGraders([FAILED] * 4))
     with pytest.raises(TrainingError, match="4 of 4"):
         x.collect(4, update=0, version=0)
-
-    class Graders(LengthGraders):
-        """Return no correctness, which a failure does not hide."""
-
-        def grade(self, samples: Any, prompts: Any) -> list[Grade]:
-            return [replace(g, correct=None) for g in super().grade(samples, prompts)]
-
+    # Grades without correctness, which a failure does not hide.
+    grades = [Grade(2.0), FAILED, Grade(0.0), Grade(3.0)]
     for options in ({"filter_rounds": 2}, {"shuffle": "success"}):
-        x = rollout(graders=Graders(), batch=2, group_size=2, **options)
+        x = rollout(graders=FixedGraders(grades), batch=2, group_size=2, **options)
         with pytest.raises(RunRefused, match="returns no correctness"):
             x.collect(4, update=0, version=0)
 
