@@ -11,10 +11,6 @@ from run_helpers import tables
 import embodied_envs
 from embodied_ppo.core.types import EnvError
 
-GYMNASIUM = {"simulator": "gymnasium"}
-TORCH = {"simulator": "torch"}
-
-
 # Environment, options of ``make``, and what the message must name in this order.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *tables(__file__)["refused"],

@@ -25,6 +25,7 @@ from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.programs import compilation
 from embodied_ppo.rollout.simulation import Rollout
+from embodied_ppo.training.logging import numbers
 
 T, N, C, A, OBS = 4, 3, 3, 2, 5
 # One optimiser step on the complete rollout, so that a test can compute its gradient.
@@ -184,12 +185,7 @@ def test_actions_after_episode_end_are_ignored() -> None:
             t.reward[~t.mask] = torch.nan
             t.next_value[~t.mask] = torch.inf
             t.log_prob[~t.mask] = -5.0
-        outcomes.append(
-            {
-                k: v if isinstance(v, float) else v.value
-                for k, v in learner.update(t, update=0).items()
-            }
-        )
+        outcomes.append(numbers(learner.update(t, update=0)))
     assert outcomes[0] == pytest.approx(outcomes[1])
 
 
@@ -290,14 +286,6 @@ def test_detach_value_of_actor_critic() -> None:
 
 
 # ------------------------------------------------------------------------- rows of one forward pass
-LIMITS = {"algorithm.rollout_micro_batch_size": 3, "algorithm.logprob_forward_micro_batch_size": 5}
-RECOMPUTED = {
-    "algorithm.use_kl_loss": True,
-    "algorithm.use_kl_in_reward": True,
-    "model.normalize_obs": False,
-}
-
-
 # The options of PPO on RLinf's page about embodied tasks.
 BLOCK = """
 # @package _global_

@@ -187,7 +187,6 @@ def changed(old: str, new: str) -> str:
 
 
 LEFT = '<joint name="FL_roll" axis="1 0 0" range="-.5 .5"/>'
-PITCH = '<joint name="RR_pitch" axis="0 1 0" range="-1 1" actuatorfrcrange="-20 20"/>'
 SERVO = '<position name="FR_roll" joint="FR_roll" forcerange="-10 10"/>'
 TRUNK = '<geom type="box" size=".2 .1 .05" mass="4"/>'
 MODELS: dict[str, tuple[str, str]] = {

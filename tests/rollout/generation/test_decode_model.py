@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from embodied_ppo.cluster.weight_sync import weight_tensors
 from embodied_ppo.cluster.worker import Worker, WorkerSpec
@@ -139,10 +138,3 @@ def test_engines_of_every_family_get_the_learners_weights(
         copied = decode_model.DecodeModel(merged)
         copied.refresh()
         assert all(map(torch.equal, engine._model.tensors(), copied.tensors()))
-
-
-def log_probs(policy: LanguagePolicy, ids: Tensor) -> Tensor:
-    """Return the learner's log-probabilities of the tokens after the first, [B, L-1]."""
-    place = torch.arange(ids.shape[1] - 1).expand(len(ids), -1)
-    with torch.no_grad():
-        return policy.view(policy.hidden(ids, place), ids[:, 1:]).log_prob
