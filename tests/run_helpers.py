@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -88,6 +88,25 @@ def run_command(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     captured = capsys.readouterr()
     assert code == 0, captured.err
     return json.loads(captured.out)
+
+
+def assert_refused(
+    capsys: pytest.CaptureFixture[str], command: str | Iterable[object], message: str = ""
+) -> str:
+    """Run a command that is refused with one line and without other output; return the line.
+
+    Args:
+        capsys: The fixture of the test.
+        command: The command and its arguments; a text is split at spaces.
+        message: What the line must contain, parts separated by " .. ".
+    """
+    capsys.readouterr()
+    code = main.main(command.split(" ") if isinstance(command, str) else [*map(str, command)])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1, err
+    for part in message.split(" .. "):
+        assert part in err, err
+    return err.removesuffix("\n")
 
 
 def tiny_config(options: Mapping[str, Any] | None = None) -> Config:

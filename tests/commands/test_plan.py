@@ -70,9 +70,8 @@ def test_devices_and_command(capsys, sizes: str) -> None:
     ],
 )
 def test_invalid_input_is_refused(arguments: list[str], named: str, capsys) -> None:
-    assert main.main(["plan", "--quiet", "experiment=pi0_libero", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert named in err and err.count("\n") == 1
+    command = ["plan", "--quiet", "experiment=pi0_libero", *arguments]
+    run_helpers.assert_refused(capsys, command, named)
 
 
 VLA_EXPERIMENTS = ["pi0_libero", "pi05_libero", "smolvla_libero", "openvla_7b", "openvla_oft"]

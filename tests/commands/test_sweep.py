@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from run_helpers import assert_refused
 
 from embodied_ppo.commands import main, sweep
 from embodied_ppo.options import compose, config_folders, sweeps
@@ -192,6 +193,4 @@ def test_sweep_that_cannot_be_resumed(text: str | None, message: str, capsys) ->
     Path("old").mkdir()
     if text is not None:
         Path("old/sweep.json").write_text(text)
-    assert main.main(["train", "-m", "resume=old"]) == 2
-    err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    assert_refused(capsys, ["train", "-m", "resume=old"], message)

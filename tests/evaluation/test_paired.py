@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import assert_refused
 from served_policies import write_pi0
 
 import embodied_envs
@@ -90,5 +91,4 @@ def test_evaluate_writes_table_picture_and_lines(tmp_path, capsys) -> None:
         (["paired=[camera]", "episodes=1"], "episodes=2"),
         (["paired=[fog]"], "paired"),
     ):
-        assert main.main(["evaluate", f"checkpoint={run}", "video=false", *wrong]) == 2
-        assert hint in capsys.readouterr().err
+        assert_refused(capsys, ["evaluate", f"checkpoint={run}", "video=false", *wrong], hint)

@@ -157,6 +157,4 @@ def test_evaluate_writes_card_picture_and_table(trained: Path, tmp_path, capsys)
 )
 def test_refusals(options: list[str], message: str, trained: Path, capsys) -> None:
     command = ["evaluate", f"checkpoint={trained}", "robustness=true", *options]
-    assert main.main(command) == 2
-    error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and message in error
+    run_helpers.assert_refused(capsys, command, message)

@@ -17,7 +17,6 @@ import yaml
 import embodied_ppo
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.types import ArraySpec, Box, Discrete
-from embodied_ppo.commands import main
 from embodied_ppo.imitation import teacher as distillation
 from embodied_ppo.imitation.distillation import (
     GuidedPolicy,
@@ -241,8 +240,8 @@ def test_resumed_distillation_equals_an_uninterrupted_one(student: Path, tmp_pat
     run_helpers.run_command(capsys, "distill", *arguments)
     assert_same(contents(student, 24), contents(tmp_path / "run", 24))
     assert rows(student)[-2:] == rows(tmp_path / "run")
-    assert main.main(["train", *arguments]) == 2
-    assert "continue with embodied-ppo distill resume=" in capsys.readouterr().err
+    message = "continue with embodied-ppo distill resume="
+    run_helpers.assert_refused(capsys, ["train", *arguments], message)
 
 
 def test_ppo_starts_from_the_student_with_a_critic_warm_up(student: Path, tmp_path) -> None:
@@ -319,11 +318,9 @@ def refusal(teacher: Path, tmp_path, capsys, monkeypatch) -> Callable[..., str]:
 
     def refuse(*options: str, command: str = "distill") -> str:
         arguments = ["experiment=mine", f"teacher={teacher}", "run_dir=run", *options]
-        assert main.main([command, "--config-dir", ".", *arguments]) == 2
+        line = run_helpers.assert_refused(capsys, [command, "--config-dir", ".", *arguments])
         assert not Path("run").exists()
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("error: ")
-        return error
+        return line
 
     return refuse
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_helpers import assert_refused
 
 import embodied_ppo as ep
 from embodied_envs.types import ArraySpec, Box
-from embodied_ppo.commands import main
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.actor_critic import ActorCritic
 from embodied_ppo.training import checkpoint
@@ -167,7 +167,5 @@ def function(shapes):
 def test_faults_are_refused_in_one_line(network: str, message: str, tmp_path, capsys) -> None:
     (tmp_path / "faults.py").write_text(FAULTS)
     lines = [f"model.network={tmp_path}/{network}", f"run_dir={tmp_path}/run", "env.id=CartPole-v1"]
-    assert main.main(["train", "--quiet", *lines]) == 2
-    error = capsys.readouterr().err.strip()
-    assert message in error and "\n" not in error
+    assert_refused(capsys, ["train", "--quiet", *lines], message)
     assert not (tmp_path / "run").exists()

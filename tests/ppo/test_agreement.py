@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import assert_refused
 from torch import nn
 
-from embodied_ppo.commands import main
 from embodied_ppo.core import compile
 from embodied_ppo.core.errors import RolloutMismatch
 from embodied_ppo.core.types import Trajectory
@@ -162,8 +162,7 @@ def test_command_ends_with_exit_code_2(tmp_path, capsys) -> None:
     options = ["env.id=CartPole-v1", "env.num_envs=4", "updates=2", "compile=never"]
     options += ["algorithm.horizon=16", "algorithm.global_batch_size=32", "evaluation.episodes=0"]
     options += [f"model.network={file}:Dropout", f"run_dir={tmp_path / 'run'}"]
-    assert main.main(["train", "--quiet", *options]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
+    last = assert_refused(capsys, ["train", "--quiet", *options])
     assert last.startswith("error: remove trunk.network (Dropout)") and len(last) <= 300
 
 

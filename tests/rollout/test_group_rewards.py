@@ -9,7 +9,6 @@ import run_helpers
 import torch
 
 from embodied_envs.base.errors import TrainingError
-from embodied_ppo.commands import main
 from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.core.types import Trajectory
 from embodied_ppo.options import loader
@@ -84,9 +83,8 @@ def test_misspelt_term_leaves_nothing_behind(tmp_path, capsys) -> None:
     options = ["env.id=HalfCheetah-v4", "env.num_envs=4", "updates=2", "compile=never"]
     options += ["algorithm.horizon=16", "algorithm.global_batch_size=32", f"run_dir={run_dir}"]
     groups = "algorithm.reward_groups={run: {terms: [reward_rum]}, other: {}}"
-    assert main.main(["train", "--quiet", *options, groups]) == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert "correct reward_rum" in last and "did you mean reward_run?" in last
+    message = "correct reward_rum .. did you mean reward_run?"
+    run_helpers.assert_refused(capsys, ["train", "--quiet", *options, groups], message)
     assert not run_dir.exists()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import run_command
+from run_helpers import assert_refused, run_command
 
 import embodied_ppo as ep
 from embodied_envs.base.errors import ConfigError
@@ -97,8 +97,8 @@ def test_conditions():
     ],
 )
 def test_bad_input_is_refused(run_dir, capsys, arguments, named):
-    assert main.main(["bisect", *(x.replace("{run}", str(run_dir)) for x in arguments)]) == 2
-    assert named in capsys.readouterr().err
+    arguments = [x.replace("{run}", str(run_dir)) for x in arguments]
+    assert_refused(capsys, ["bisect", *arguments], named)
 
 
 def test_failed_update_is_reported(tmp_path, capsys):

@@ -228,8 +228,3 @@ def test_full_and_unwritable_disks(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("EMBODIED_PPO_CACHE", "/proc/nowhere")
     with pytest.raises(CheckFailed, match="cannot be written"):
         machine_checks.check_disk(machine_checks.cache_folder(), 0.0)
-
-
-def test_options_are_refused(capsys) -> None:
-    assert main.main(["doctor", "experiment=quickstart"]) == 2
-    assert "doctor ignores" in capsys.readouterr().err

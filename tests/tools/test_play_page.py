@@ -18,6 +18,7 @@ import imageio.v3 as imageio
 import numpy as np
 import pytest
 from headless_browser import Browser
+from run_helpers import assert_refused
 
 from embodied_ppo.commands import main
 from embodied_ppo.evaluation.video import RenderProcess
@@ -258,5 +259,4 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     report = next((run / "reports").iterdir()).name
     filled = [x.format(run=run, empty=tmp_path, report=report) for x in arguments]
-    assert main.main(["play", *filled]) == 2
-    assert word in capsys.readouterr().err.splitlines()[-1]
+    assert_refused(capsys, ["play", *filled], word)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import run_helpers
-from run_helpers import run_command
+from run_helpers import assert_refused, run_command
 
 import embodied_ppo as ep
 from embodied_envs.base.errors import ConfigError
@@ -183,9 +183,7 @@ def test_bad_input_is_refused(runs, tmp_path, capsys, arguments, named):
     arguments = [
         x.format(runs=runs, other=other, empty=tmp_path / "empty", file=__file__) for x in arguments
     ]
-    assert main.main(["compare", "--quiet", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and named in error
+    assert_refused(capsys, ["compare", "--quiet", *arguments], named)
 
 
 @pytest.mark.slow

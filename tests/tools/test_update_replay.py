@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from run_helpers import run_command
+from run_helpers import assert_refused, run_command
 
 import embodied_ppo as ep
 from embodied_ppo.commands import main
@@ -69,8 +69,9 @@ def test_changed_options_of_a_checkpoint_are_refused(run_dir, tmp_path, capsys):
     shutil.copytree(run_dir, copy, symlinks=True)
     file = copy / "checkpoints/step_000004/config.yaml"
     file.write_text(file.read_text().replace("gamma: 0.98", "gamma: 0.5"))
-    assert main.main(["replay", "--quiet", str(copy), "update=3", f"out={out}"]) == 2
-    assert "step_000004/config.yaml" in capsys.readouterr().err and not any(out.glob("*"))
+    command = f"replay --quiet {copy} update=3 out={out}"
+    assert_refused(capsys, command, "step_000004/config.yaml")
+    assert not any(out.glob("*"))
     with pytest.raises(ep.CheckpointError):
         ep.fork(copy, update=2, progress=False)
     assert ep.replay(copy, update=2, progress=False).differences == []
@@ -92,6 +93,5 @@ def test_changed_options_of_a_checkpoint_are_refused(run_dir, tmp_path, capsys):
 def test_bad_input_is_refused(run_dir, tmp_path, capsys, arguments, named):
     (tmp_path / "file").write_text("")
     arguments = [x.replace("{file}", str(tmp_path / "file")) for x in arguments]
-    assert main.main(["replay", str(run_dir), *arguments]) == 2
-    err = capsys.readouterr().err
-    assert named in err and "executing" not in err
+    err = assert_refused(capsys, ["replay", str(run_dir), *arguments], named)
+    assert "executing" not in err

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import run_command
+from run_helpers import assert_refused, run_command
 from torch import Tensor
 
 import embodied_ppo as ep
@@ -278,9 +278,7 @@ def test_values_that_this_version_added_are_not_compared(copy):
 )
 def test_refusals(trained, arguments, named, capsys):
     arguments = [text.format(run=trained) for text in arguments]
-    assert main.main(["verify", "--quiet", *arguments]) == 2
-    err = capsys.readouterr().err
-    assert named in err and err.count("\n") == 1
+    assert_refused(capsys, ["verify", "--quiet", *arguments], named)
 
 
 def test_run_without_states(copy, tmp_path, capsys):
@@ -289,10 +287,8 @@ def test_run_without_states(copy, tmp_path, capsys):
     options = {**TINY, "updates": 5, "keep_last": 1, "save_every": 0, "eval_every": 0}
     ep.train("cartpole", seed=3, resume=step(copy, 4), run_dir=branch, **options)
     shutil.rmtree(copy)
-    assert main.main(["verify", "--quiet", str(branch)]) == 2
-    assert (
-        "no update can be executed again from the checkpoints (update 5)" in capsys.readouterr().err
-    )
+    message = "no update can be executed again from the checkpoints (update 5)"
+    assert_refused(capsys, f"verify --quiet {branch}", message)
 
 
 # ------------------------------------------------------------------------------------------ digests

@@ -22,8 +22,8 @@ import pytest
 import yaml
 from headless_browser import Browser
 from hostile_files import WRITERS, put
+from run_helpers import assert_refused
 
-from embodied_ppo.commands import main
 from embodied_ppo.tools import watch_server
 from embodied_ppo.training.logging import Log
 from embodied_ppo.training.run_files import Parent
@@ -345,9 +345,7 @@ def test_invalid_arguments_are_refused(tmp_path, serve: Any, capsys) -> None:
         ([tmp_path, "--port", "x"], "--port"),
         ([tmp_path, "--prot", 1], "did you mean --port?"),
     ):
-        assert main.main(["watch", *map(str, arguments)]) == 2
-        err = capsys.readouterr().err
-        assert err.startswith("error: ") and named in err and err.count("\n") == 1
+        assert_refused(capsys, ["watch", *map(str, arguments)], named)
 
 
 WATCH = """

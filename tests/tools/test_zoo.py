@@ -76,8 +76,3 @@ def test_prepared_robots_hold_home_and_train(
     train = ["train", "--quiet", "--config-dir", configs, f"experiment={name}_gpu"]
     assert main.main([*train, *small]) == 0
     assert json.loads(Path("run/summary.json").read_text())["updates"] == 2
-
-
-def test_unknown_robots_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main.main(["new-task", "my_spot", "--robot", "spot"]) == 2
-    assert "boston_dynamics_spot" in capsys.readouterr().err
