@@ -698,7 +698,8 @@ class AlgorithmConfig:
     all rewards of its last rollout are equal, and 0 or less. Noise that is independent in time
     cancels in the motion, so that a reward that few states have is not found. Gaussian actions
     only; the recorded log-probabilities are those of independent noise. An update whose rewards are
-    all 0 trains the value only, and multiplies the policy's last layer by 0.99."""
+    all 0 trains the value only, and multiplies the policy's last layer by 0.99 (not that of
+    initial_policy)."""
     symmetry: Literal["augment", "loss", "both"] | None = option(None, mode="embodied")
     """Learn that left and right of a robot are equal. The mirror image M is derived from the model
     and the task; more than 20 % of difference is refused (our own tasks with a free base). augment:

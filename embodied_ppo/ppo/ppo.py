@@ -52,6 +52,9 @@ FEW_SAMPLES = "algorithm.normalize_advantages: skipped, fewer than 2 samples in 
 class PPO(LearnerState):
     """Updates an actor and its critic from rollouts."""
 
+    # Whether a policy that finds no reward returns to actions around 0: not one trained before.
+    forgets = True
+
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
         """Update the policy and the critic from one trajectory.
 
@@ -120,7 +123,7 @@ class PPO(LearnerState):
         if not warmup and stats.sums.get("steps"):
             self.adapt_coefficients(stats.sums, results)
         # A policy that finds no reward returns slowly to the actions that it began with, around 0.
-        if c.noise_correlation and not results["advantage/std"]:
+        if c.noise_correlation and self.forgets and not results["advantage/std"]:
             for name, p in self.policy.named_parameters():
                 if name.startswith("policy_head."):
                     p.data.mul_(1 - FORGOTTEN)

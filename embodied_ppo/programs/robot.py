@@ -254,7 +254,7 @@ def make_learner(
         ranks: Processes that learn together; None: this one alone.
     """
     config = spec.config
-    return robot_ppo(
+    learner = robot_ppo(
         policy,
         config.algorithm,
         num_envs=episodes(config),
@@ -266,6 +266,8 @@ def make_learner(
         tolerances=agreement.tolerances(config),
         mirror=find_mirror(spec, policy, messages),
     )
+    learner.forgets = config.initial_policy is None
+    return learner
 
 
 def make_rollout(
