@@ -45,7 +45,7 @@ from embodied_ppo.ppo.minibatches import PolicyLoss, Statistics
 from embodied_ppo.ppo.roles import NO_STATS, SharedCritic, with_values
 
 # Share of its last layer that a policy loses in an update without any reward.
-FORGOTTEN = 0.01
+HEAD_DECAY = 0.01
 FEW_SAMPLES = "algorithm.normalize_advantages: skipped, fewer than 2 samples in the rollout"
 
 
@@ -53,7 +53,7 @@ class PPO(LearnerState):
     """Updates an actor and its critic from rollouts."""
 
     # Whether a policy that finds no reward returns to actions around 0: not one trained before.
-    forgets = True
+    decays_head = True
 
     def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
         """Update the policy and the critic from one trajectory.
@@ -123,10 +123,10 @@ class PPO(LearnerState):
         if not warmup and stats.sums.get("steps"):
             self.adapt_coefficients(stats.sums, results)
         # A policy that finds no reward returns slowly to the actions that it began with, around 0.
-        if c.noise_correlation and self.forgets and not results["advantage/std"]:
+        if c.noise_correlation and self.decays_head and not results["advantage/std"]:
             for name, p in self.policy.named_parameters():
                 if name.startswith("policy_head."):
-                    p.data.mul_(1 - FORGOTTEN)
+                    p.data.mul_(1 - HEAD_DECAY)
         # Normalise observations with this rollout's statistics from the next one on.
         seen = trajectory if self.symmetry is None else self.symmetry.with_images(trajectory)
         self.actor.observe(seen)

@@ -266,7 +266,7 @@ def make_learner(
         tolerances=agreement.tolerances(config),
         mirror=find_mirror(spec, policy, messages),
     )
-    learner.forgets = config.initial_policy is None
+    learner.decays_head = config.initial_policy is None
     return learner
 
 

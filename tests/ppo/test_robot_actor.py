@@ -839,9 +839,9 @@ def test_constant_coefficients_follow_config_after_resume():
 
 
 def test_updates_without_a_reward_train_the_value_only() -> None:
-    for reward, moves, forgets in ((0.0, False, True), (0.0, False, False), (1.0, True, True)):
+    for reward, moves, decays in ((0.0, False, True), (0.0, False, False), (1.0, True, True)):
         learner = make({"noise_correlation": 0.9}, model={"shared_backbone": False})
-        learner.forgets = forgets
+        learner.decays_head = decays
         t = experience(learner)
         t.reward.zero_()[2, 1] = reward
         before = weights(learner)
@@ -851,7 +851,7 @@ def test_updates_without_a_reward_train_the_value_only() -> None:
         assert "value_head.weight" in changed
         assert moves == any(name.startswith("trunk") for name in changed)
         # The policy returns slowly to actions around 0, if it was not trained before.
-        name, factor = "policy_head.weight", 0.99 if forgets else 1.0
+        name, factor = "policy_head.weight", 0.99 if decays else 1.0
         assert moves != torch.equal(after[name], before[name] * factor)
 
 
