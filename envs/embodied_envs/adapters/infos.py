@@ -52,17 +52,19 @@ def curve_name(path: str) -> str:
     return re.sub(r"[^\w./-]+", "_", re.sub(_GROUPS, r"\1", path)).strip("/_")[:100]
 
 
-def _entries(info: Any, num_envs: int, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _entries(
+    info: Any, num_envs: int, path: str = "", mask: np.ndarray | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Yield "a/b" and the number, [N] or [1], of each entry of nested dictionaries."""
     for name, value in info.items() if isinstance(info, Mapping) else ():
         if not _is_entry(name):
             continue
         here = info.get(f"_{name}")  # environments that have the entry
         if not (isinstance(here, np.ndarray) and here.dtype == bool and here.shape == (num_envs,)):
-            here = None
+            here = mask  # of the dictionary, as in RecordEpisodeStatistics
         if not isinstance(value, np.ndarray) and isinstance(value, Mapping):
             if path.count("/") < 3:
-                yield from _entries(value, num_envs, f"{path}{name}/")
+                yield from _entries(value, num_envs, f"{path}{name}/", here)
             continue
         number = to_numbers(value, num_envs)
         if number is None:
