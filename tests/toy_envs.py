@@ -346,6 +346,13 @@ class Faulty(Point):
         return obs, reward, terminated, truncated, info
 
 
+def named_cart_pole() -> gymnasium.Env:
+    """Return CartPole whose observation has the names of an exported policy's outputs."""
+    env = gymnasium.make("CartPole-v1")
+    space = gymnasium.spaces.Dict(dict.fromkeys(("action", "logits"), env.observation_space))
+    return gymnasium.wrappers.TransformObservation(env, lambda x: dict.fromkeys(space, x), space)
+
+
 if "toy_envs/Point-v0" not in gymnasium.registry:
     gymnasium.register("toy_envs/Point-v0", "toy_envs:Point", max_episode_steps=12)
     gymnasium.register("toy_envs/Faulty-v0", "toy_envs:Faulty", max_episode_steps=12)

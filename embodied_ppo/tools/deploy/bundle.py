@@ -90,8 +90,11 @@ class Exported(nn.Module):
         self.policy, self.converter, self.history = policy, converter, history
         self.has_choices = policy.actions > policy.numbers
         self.names = list(specs)
+        # Outputs that have the name of an observation get another one.
+        unique = lambda name: f"output/{name}" if name in specs else name
+        self.logits = unique("logits")
         # Name of each array of the simulator's action -> output.
-        self.actions = {name: f"action/{name}" if name else "action" for name in converter.arrays}
+        self.actions = {n: unique(f"action/{n}" if n else "action") for n in converter.arrays}
         # Name of each part of the memory -> its value at the start of an episode, [1, ..].
         self.memory: dict[str, Tensor] = {}
         cpu = torch.device("cpu")
@@ -103,7 +106,7 @@ class Exported(nn.Module):
     @property
     def outputs(self) -> list[str]:
         """Names of the results of ``forward``."""
-        results = [*self.actions.values(), *(["logits"] if self.has_choices else [])]
+        results = [*self.actions.values(), *([self.logits] if self.has_choices else [])]
         return results + [run_policy.NEXT + name for name in self.memory]
 
     @torch.no_grad()
@@ -267,7 +270,7 @@ def _record(
         row["episode"] = episode.clone()
         row |= exported.map(action.cpu())
         if exported.has_choices:
-            row["logits"] = policy.choose(policy.features(inputs)[0], inputs)[1].cpu()
+            row[exported.logits] = policy.choose(policy.features(inputs)[0], inputs)[1].cpu()
         step = env.step(action.to(env.device))
         check_action_mask(env.id, env.action_spec, step.obs, step)
         row["mask"] = step.mask.cpu()  # a row that only resets takes no action
@@ -464,5 +467,5 @@ def _outputs(exported: Exported, mechanism: Mapping[str, Any]) -> list[dict[str,
         outputs.append(_entry(output, "action", array.dtype, shape, names, unit, **more))
     if logits:
         more = {key: [None] * len(logits) for key in ("low", "high")} | {"tolerance": None}
-        outputs.append(_entry("logits", "logits", "float32", [len(logits)], logits, **more))
+        outputs.append(_entry(exported.logits, "logits", "float32", [len(logits)], logits, **more))
     return outputs
