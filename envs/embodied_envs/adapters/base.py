@@ -182,6 +182,8 @@ class Adapter(VectorEnv):
             raise self.error("its render() returns no image with render_mode='rgb_array'")
         frame = np.asarray(frame.cpu() if isinstance(frame, Tensor) else frame)
         frame = frame[0] if frame.ndim == 4 else frame
+        if (kind := f"{frame.dtype} {list(frame.shape)}") != f"uint8 {[*frame.shape[:2], 3]}":
+            raise self.error(f"return uint8 [H, W, 3] from its render(): it is {kind}")
         return _resize_image(frame, self._check_render())
 
     def _success(self, numbers: Mapping[str, Tensor]) -> Tensor | None:

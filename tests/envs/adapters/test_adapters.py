@@ -346,3 +346,8 @@ def test_render_resizes_by_area_average() -> None:
     env = make("test/Corridor-v0", render=True, render_size=(2, 4))
     env.reset()
     assert env.render()[..., 0].tolist() == [[0, 200, 0, 0]] * 2
+    simulator: Any = env
+    for image in (np.ones((8, 8, 4), np.uint8), np.ones((8, 8, 3)), np.ones((8, 8), np.uint8)):
+        simulator.first_environment().unwrapped.render = lambda image=image: image
+        with pytest.raises(EnvError, match=r"return uint8 \[H, W, 3\] from its render\(\)"):
+            env.render()
