@@ -314,7 +314,7 @@ class OwnTrunk(InferenceModule):
 
         Raises:
             ConfigError: See ``own_network``; or ``features`` of another trunk would be an input; or
-                there is no vector that the recurrent layer could read.
+                the recurrent layer has no vector to read, or the name of an observation.
         """
         super().__init__()
         spec = config.network
@@ -329,6 +329,8 @@ class OwnTrunk(InferenceModule):
                 f"model.recurrent = {config.recurrent}: with model.network it reads the vectors of"
                 " the observation, and there are only images; leave one of the two out"
             )
+        if recurrent and OWN_MEMORY in encoder.names:
+            raise ConfigError(f"rename the observation {OWN_MEMORY}: model.recurrent has this name")
         self.spec, self.inputs = spec, encoder.vector_size
         self.vectors = {name: tuple(s.shape) for name, s in encoder.vectors.items()}
         images = {name: channels_first_shape(s) for name, s in encoder.images.items()}

@@ -126,6 +126,9 @@ def test_critic_reads_more_than_the_actor(file: Path) -> None:
     )
     with pytest.raises(ep.ConfigError, match=r"write model.shared_backbone=false$"):
         ActorCritic(spec, Box((-1.0,), (1.0,)), shared)
+    recurrent = ModelConfig(network=config.network, recurrent="gru")
+    with pytest.raises(ep.ConfigError, match="rename the observation memory"):
+        ActorCritic({"memory": ArraySpec((3,))}, Box((-1.0,), (1.0,)), recurrent)
 
 
 FAULTS = """
