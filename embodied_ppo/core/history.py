@@ -19,6 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from embodied_envs.base.errors import EnvError
 from embodied_envs.base.observation_names import SINGLE
 from embodied_envs.types import ActionSpec, ArraySpec, Box, Composite, Obs, ObsSpec, choices_of
 from embodied_ppo.core.finite import zero_rows
@@ -60,6 +61,8 @@ class ObservationHistory:
         """
         self.steps, self.action_spec, self.raw_spec = steps, action_spec, obs_spec
         self.specs = obs_spec if isinstance(obs_spec, dict) else {SINGLE: obs_spec}
+        if used := {PREVIOUS_ACTIONS, IN_EPISODE} & set(self.specs):
+            raise EnvError(f"rename the observation {min(used)}: model.history has this name")
         # A mask of choices is about the next action only.
         offered = [name for name, spec in self.specs.items() if spec.dtype != torch.bool]
         self.names = tuple(name for name in offered if names is None or name in names)

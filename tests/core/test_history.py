@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from embodied_envs.base.errors import EnvError
 from embodied_envs.types import ArraySpec, Box, Discrete
 from embodied_ppo.core.history import PREVIOUS_ACTIONS, ObservationHistory
 
@@ -24,6 +26,8 @@ def test_three_steps_of_two_environments() -> None:
     # o_1, o_2, o_3 = 11, 12, 13; the episode of the second environment began with o_2 = 22.
     assert stacked["obs"].squeeze(-1).tolist() == [[1, 1, 13], [0, 1, 23]]
     assert stacked[PREVIOUS_ACTIONS].tolist() == [[[1, -1], [2, -2]], [[0, 0], [2.5, 0]]]
+    with pytest.raises(EnvError, match="rename the observation previous_actions"):
+        ObservationHistory({PREVIOUS_ACTIONS: ArraySpec((2,))}, BOX, 3)
 
 
 def test_first_step_of_an_episode_is_preceded_by_zeros() -> None:
