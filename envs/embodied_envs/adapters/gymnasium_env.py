@@ -80,7 +80,9 @@ class GymnasiumEnv(Adapter):
         # Gymnasium's own tasks have float64 observations, whose numbers are small.
         self.keeps_float64 = not str(spec.entry_point).startswith("gymnasium.envs.")
         self._is_gymnasium_mujoco = str(spec.entry_point).startswith("gymnasium.envs.mujoco")
-        self.max_episode_steps = options.max_episode_steps or spec.max_episode_steps
+        given = options.max_episode_steps or (options.kwargs or {}).get("max_episode_steps")
+        limit = given or spec.max_episode_steps
+        self.max_episode_steps = None if limit == -1 else limit  # -1: Gymnasium's for no limit
         self._arguments = self._make_arguments(options)
         self._env = env = self._make()
         rate = env.metadata.get("render_fps")

@@ -253,6 +253,9 @@ def test_registered_user_environment(mode: str) -> None:
         "body/flags": ArraySpec((3,)),
     }
     assert env.action_spec == Discrete(2) and env.max_episode_steps == 4
+    for limit in (7, -1):  # -1 is Gymnasium's value for no limit
+        other = make("test/Corridor-v0", 2, kwargs={"max_episode_steps": limit})
+        assert other.max_episode_steps == {7: 7, -1: None}[limit]
     obs: Any = env.reset()
     assert obs["position"].tolist() == [[0, 1, 0, 0, 0, 0]] * 2  # -1 has index 0 of 6
     steps: list[Step] = [env.step(torch.tensor([1, 0])) for _ in range(4)]
