@@ -23,7 +23,7 @@ from embodied_envs.adapters.infos import merge_final, read_numbers, single_numbe
 from embodied_envs.adapters.simulator_processes import run_worker, use_egl_without_display
 from embodied_envs.adapters.user_code import copy_arrays, import_user_module, wrap_errors
 from embodied_envs.base import tree
-from embodied_envs.base.errors import EnvError, check_choice
+from embodied_envs.base.errors import EnvError, TrainingError, check_choice
 from embodied_envs.base.observation_names import ACTION_MASK, INSTRUCTION
 from embodied_envs.registration import NAMESPACE
 from embodied_envs.types import ArraySpec, Obs, ObsSpec, Step
@@ -140,7 +140,12 @@ class GymnasiumEnv(Adapter):
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
         self._check_step(action)
         actions = tree.map(lambda x: x.detach().cpu().numpy(), self.to_simulator(action))
-        obs, *results, info = self._env.step(actions)
+        try:
+            obs, *results, info = self._env.step(actions)
+        except EOFError as error:  # of AsyncVectorEnv, whose close() would fail in the same way
+            self._closed = self._env.unwrapped.closed = True
+            message = "step(): a process of the simulator has ended (a crash, or sys.exit)"
+            raise TrainingError(f"env.id={self.id}: {message}") from error
         reward, terminated, truncated = map(self._column, results)
         assert self._done is not None
         # With next-step resets, the row after an end is the dummy row that resets.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import gymnasium
@@ -13,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 
 import embodied_envs
 from embodied_envs.base import tree
-from embodied_envs.base.errors import EnvError
+from embodied_envs.base.errors import EnvError, TrainingError
 
 
 class Reusing(gymnasium.Env):
@@ -207,6 +208,25 @@ def test_a_reward_may_be_an_array_of_one_number(reward: Any) -> None:
 def test_a_reward_that_is_no_number_is_refused(reward: Any) -> None:
     with pytest.raises(EnvError, match="reward"):
         reward_of(reward)
+
+
+class Ending(Rewarding):
+    """Ends its process."""
+
+    def step(self, action: Any) -> Any:
+        os._exit(3)
+
+
+gymnasium.register("test/Ending-v0", Ending, disable_env_checker=True)
+
+
+def test_the_end_of_a_process_is_named() -> None:
+    kwargs = {"reward": 0.0, "vectorization_mode": "async"}
+    env = embodied_envs.make("test/Ending-v0", num_envs=2, seeds=[0, 1], kwargs=kwargs)
+    env.reset()
+    with pytest.raises(TrainingError, match=r"Ending-v0: step\(\): a process .* has ended"):
+        env.step(torch.zeros(2, 1))
+    env.close()  # without an error that would replace the first one
 
 
 def test_mask_in_info_is_named_as_not_read() -> None:
