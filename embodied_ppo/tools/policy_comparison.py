@@ -191,11 +191,12 @@ def _methods(paths: Sequence[str]) -> list[ComparedMethod]:
         run_files.check_compared(path)
         folder = Path(path)
         run_dirs = run_files.find_runs([folder], links=True).values()  # none in a file
-        nested = [run_dir for run_dir in run_dirs if run_dir.resolve() != folder.resolve()]
-        if not nested:
+        # A link to a run in the same folder, such as "latest", is not another run.
+        unique = {x.resolve(): x for x in run_dirs if x.resolve() != folder.resolve()}
+        if not unique:
             methods.append(ComparedMethod(path, [_open(folder)]))
             continue
-        opened = [*map(_open, run_files.in_sweep_order(nested))]
+        opened = [*map(_open, run_files.in_sweep_order([*unique.values()]))]
         # Options that differ between tasks only, such as the number of environments, do not
         # distinguish methods.
         tasks = ComparedMethod(path, opened).by_task().values()

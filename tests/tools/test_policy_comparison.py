@@ -209,6 +209,7 @@ def test_links_to_runs_are_followed(runs, tmp_path):
     folder.mkdir()
     (folder / "a").symlink_to(runs / "lr=0.001/0")
     (folder / "b").symlink_to(runs / "lr=0.0001")
+    (folder / "latest").symlink_to("a")  # the same run again
     content = ep.compare(folder, episodes=4, out=tmp_path / "out", progress=False)
     assert [len(method["runs"]) for method in content["methods"]] == [1, 2]
 
