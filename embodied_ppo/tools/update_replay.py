@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from embodied_ppo.api import Run, path_text, whole_number
+from embodied_ppo.core.guarded_files import replace_file
 from embodied_ppo.core.types import Metrics, Samples, Trajectory
 from embodied_ppo.ppo.minibatches import PolicyLoss, take
 from embodied_ppo.tools import reexecution
@@ -91,10 +93,11 @@ class Replay:
         path = out / f"update_{self.update:06d}.pt"
         content = {part.name: getattr(self, part.name) for part in fields(self)}
         content |= {"run": str(self.run), "minibatches": [asdict(m) for m in self.minibatches]}
+        buffer = io.BytesIO()
         with report_write_errors(out):
             out.mkdir(parents=True, exist_ok=True)
-            torch.save(content, path.with_suffix(".new"))
-            path.with_suffix(".new").replace(path)
+            torch.save(content, buffer)  # on a full disk torch would raise RuntimeError
+            replace_file(path, buffer.getvalue())
         return path
 
 

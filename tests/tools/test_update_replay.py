@@ -62,6 +62,9 @@ def test_changed_run_is_reported(run_dir, tmp_path, capsys):
         "1 metrics differ from those of the run (update 3: value/loss)" in capsys.readouterr().err
     )
     assert replay.position(9) == (1, 1) and replay.num_envs == 8
+    (tmp_path / "update_000003.pt.new").symlink_to("/dev/full")
+    with pytest.raises(ep.ConfigError, match="No space left"):
+        replay.save(tmp_path)
 
 
 def test_changed_options_of_a_checkpoint_are_refused(run_dir, tmp_path, capsys):
