@@ -261,11 +261,11 @@ class _Verification:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 yield Difference(name, f"is no report ({errors.one_line(error, kind=True)})")
                 continue
-            if update not in self.record.configs:
-                self.notes.append(
-                    f"{name} was not evaluated again: the checkpoint of update {update} has been"
-                    " deleted or is damaged"
-                )
+            diverged, missing = stored["overall"].get("diverged"), update not in self.record.configs
+            if missing or diverged:  # ``evaluate`` refuses an environment that diverges
+                reason = f"the checkpoint of update {update} has been deleted or is damaged"
+                reason = reason if missing else f"{plural(diverged, 'episode')} of it diverged"
+                self.notes.append(f"{name} was not evaluated again: {reason}")
                 continue
             self.progress.say(f"repeating the evaluation of {name}")
             source, config = self.record.checkpoints[update], self.record.configs[update]

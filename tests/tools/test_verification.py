@@ -217,6 +217,11 @@ def test_changed_report(copy):
     text = content["first_difference"]
     assert text.startswith("reports/step_000010/report.json: episodes[1].return: stored ")
     assert "evaluated again" in text
+    # ``evaluate`` would refuse the environment of this report.
+    report = copy / "reports/step_000010/report.json"
+    edit_json(report, lambda content: content["overall"].update(diverged=1))
+    content = verify(copy, updates=0)
+    assert "1 episode of it diverged" in content["notes"][-1] and not content["evaluations"]
 
 
 # ------------------------------------------------------------------------- resumed and older runs
