@@ -16,6 +16,7 @@ from embodied_ppo.api import Run, path_text, short_text
 from embodied_ppo.core import guarded_files
 from embodied_ppo.tools import reexecution
 from embodied_ppo.tools.update_replay import Replay, replay
+from embodied_ppo.training.run_files import MESSAGE
 
 # Operators; NaN fulfils "nonfinite" only.
 OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -143,10 +144,10 @@ def _failure(source_run: Path) -> list[str]:
     """Return a note if the run failed: the update in which it did has no row of metrics."""
     try:
         log = guarded_files.read_bytes(source_run / "log.txt").decode(errors="replace")
-        last = log.splitlines()[-1]
+        last = MESSAGE.findall(log)[-1]
     except (OSError, ValueError, IndexError):
         return []
-    _, failed, cause = last.partition(" failed: ")
+    _, failed, cause = last.partition("failed: ")
     note = f"the run failed in an update that has no metrics, which is not searched: {cause}"
     return [note] if failed else []
 

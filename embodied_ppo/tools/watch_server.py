@@ -24,7 +24,13 @@ from embodied_ppo.core.errors import CheckpointError, UsageError
 from embodied_ppo.options import loader
 from embodied_ppo.tools import generations_page
 from embodied_ppo.training import generations, health
-from embodied_ppo.training.run_files import METRICS, differing_options, find_runs, read_parent
+from embodied_ppo.training.run_files import (
+    MESSAGE,
+    METRICS,
+    differing_options,
+    find_runs,
+    read_parent,
+)
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 4 << 20  # bytes of metrics.jsonl in one response; a longer line is skipped
@@ -145,8 +151,7 @@ def _open(file: Path) -> BinaryIO:
 def _state(run: Path, stamps: tuple[tuple[int, int], ...]) -> Mapping[str, Any]:
     """Derive the state of a run from its files; cached until one of ``stamps`` changes."""
     rows = _rows(_tail(run / METRICS))[0]
-    stamped = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (.*)$", re.M)
-    lines = stamped.findall(_tail(run / "log.txt").decode(errors="replace"))
+    lines = MESSAGE.findall(_tail(run / "log.txt").decode(errors="replace"))
     totals = [int(x) for line in lines for x in re.findall(r", updates \d+ to (\d+), in ", line)]
     completed = None
     summary = run / "summary.json"

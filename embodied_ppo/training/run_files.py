@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ METRICS = "metrics.jsonl"  # a directory with this file is a run
 SWEEP = "sweep.json"  # file in the folder of a sweep that lists its runs
 PARENT = "parent.json"  # file of a branch that names the run from which it was started
 DEPTH = 4  # depth of the search for runs below a folder
+# Message of log.txt; without those of trackers, which may follow the line on the end of the run.
+MESSAGE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d (?!warning: |wandb: |mlflow: )(.*)$", re.M)
 
 
 def check_exists(path: str | Path, option: str) -> None:

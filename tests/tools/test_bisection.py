@@ -105,7 +105,7 @@ def test_failed_update_is_reported(tmp_path, capsys):
     """The update in which a loss is not finite has no row, so the condition never holds."""
     (tmp_path / "config.yaml").write_text("name: x\n")
     (tmp_path / "metrics.jsonl").write_text('{"update": 1, "policy/loss": 0.5}\n')
-    (tmp_path / "log.txt").write_text("2026-11-25 03:40:51 failed: update 2: loss nan\n")
+    (tmp_path / "log.txt").write_text("2026-11-25 03:40:51 failed: update 2: loss nan\ncause\n")
     assert main.main(["bisect", str(tmp_path), "policy/loss nonfinite"]) == 0
     out = capsys.readouterr().out
     assert "never held" in out and "note: the run failed" in out and "update 2: loss nan" in out

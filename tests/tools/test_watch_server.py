@@ -171,6 +171,7 @@ def test_states_of_a_run(tmp_path) -> None:
     status = watch_server.status(run)
     assert status["state"] == "silent" and 90 <= status["age_s"] < 100
     log.say("failed: TrainingError: loss is nan\nsecond line")
+    log.say("warning: wandb is off: does not answer for 60 s at the end of the run")
     status = watch_server.status(run)
     assert (status["state"], status["note"]) == ("failed", "TrainingError: loss is nan")
     log.say("interrupted after update 40; saved x; continue with resume=x")
