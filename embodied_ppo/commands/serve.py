@@ -66,6 +66,6 @@ def run(args: argparse.Namespace) -> None:
     print(output.as_json(details) if args.json else address, flush=True)
     for name, spec in policy.metadata["observations"].items():
         say(f"observation {name}: {spec['dtype']} {spec.get('shape', '')}")
-    say(f"actions: {policy.metadata['actions']['shape']}; Ctrl-C ends it")
+    say(f"actions: {policy.metadata['actions']}; Ctrl-C ends it")
     env_server.serve_until_interrupt(listening)
     server.__exit__(None, None, None)

@@ -60,7 +60,7 @@ class TrainedPolicy:
         self.checkpoint, self.update = run.source.path, run.source.update
         self.obs_spec = env.obs_spec if self.history is None else self.history.raw_spec
         self.action_spec, self.step_s = env.action_spec, env.step_s
-        self._read, self._to_simulator = ObservationReader(env), env.to_simulator
+        self._read, self.to_simulator = ObservationReader(env), env.to_simulator
         self._seed, self._calls = seed, 0
 
     @property
@@ -165,7 +165,7 @@ class TrainedPolicy:
             x = x.to(first.device) if is_batched else x[0].to(first.device)
             return x if is_tensor else x.cpu().numpy()[()]  # np.int64 instead of shape []
 
-        return tree.map(convert, self._to_simulator(action))
+        return tree.map(convert, self.to_simulator(action))
 
 
 def load_policy(

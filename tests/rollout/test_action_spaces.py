@@ -16,9 +16,10 @@ from gymnasium import spaces
 
 import embodied_ppo
 from embodied_envs import make
+from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
 from embodied_ppo.programs import runs
-from embodied_ppo.tools.deploy import bundle, policy_export, run_policy
+from embodied_ppo.tools.deploy import bundle, policy_export, policy_server, run_policy
 from tests.integration.test_resume import check_resume
 
 SPACES: dict[str, spaces.Space[Any]] = {
@@ -134,6 +135,9 @@ def test_training_api_and_bundle_agree(kind: str, mask: str | None, obs: str, tm
         assert env.action_space.contains(action)
         assert equal(exported.act(seen), action)
         seen, *_ = env.step(action)
+    served: Any = policy_server.Served(policy, {}).metadata["actions"]
+    expected: Any = tree.map(lambda x: {"shape": [1, *np.shape(x)], "dtype": str(x.dtype)}, action)
+    assert expected == served or expected.items() <= served.items()
     if mask is None:
         batch = gymnasium.vector.utils.batch_space(env.observation_space, 3).sample()
         vector = gymnasium.vector.utils.batch_space(env.action_space, 3)

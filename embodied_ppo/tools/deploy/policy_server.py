@@ -31,9 +31,9 @@ from embodied_envs.base import tree
 from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, choose, one_line
 from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.env_server import listen, pack, unpack
-from embodied_envs.types import Box
+from embodied_envs.types import Box, Discrete
 from embodied_ppo.core.version import __version__
-from embodied_ppo.evaluation.episodes import set_instructions
+from embodied_ppo.evaluation.episodes import policy_device, set_instructions
 from embodied_ppo.evaluation.trained_policy import TrainedPolicy
 
 VERSION = 1  # version of the metadata; it changes when an entry changes its meaning
@@ -117,10 +117,13 @@ class Served:
         }
         if self.has_prompt:
             described[PROMPT] = {"dtype": "str"}
-        actions: dict[str, Any] = {"shape": [self.chunk], "dtype": "int64"}
-        if isinstance(spec := policy.action_spec, Box):
+        spec, device = policy.action_spec, policy_device(policy.network)
+        zero = torch.zeros(1, *(() if isinstance(spec, Discrete) else (spec.size,)), device=device)
+        arrays: Any = policy.to_simulator(zero.long() if isinstance(spec, Discrete) else zero)
+        arrays = tree.index(arrays, 0) if self.chunk > 1 else arrays
+        actions = tree.map(lambda x: {"shape": [*x.shape], "dtype": str(x.dtype)[6:]}, arrays)
+        if isinstance(spec, Box) and isinstance(arrays, torch.Tensor):
             size = spec.size // self.chunk  # the bounds of a chunk repeat those of one action
-            actions = {"shape": [self.chunk, size], "dtype": "float32"}
             actions |= {"low": list(spec.low[:size]), "high": list(spec.high[:size])}
         self.metadata = {
             "version": VERSION,
