@@ -17,7 +17,7 @@ from run_helpers import run_command
 import embodied_ppo as ep
 from embodied_envs.base import errors
 from embodied_ppo import api
-from embodied_ppo.evaluation import trained_policy
+from embodied_ppo.evaluation import trained_policy, video
 from embodied_ppo.evaluation.episodes import evaluation_seeds
 from embodied_ppo.options.compose import override_lines
 from embodied_ppo.training import checkpoint
@@ -123,6 +123,16 @@ def test_result_equals_that_of_the_command_line(run: ep.Run, tmp_path, capsys) -
     result = run.evaluate(episodes=3, seed=5, video=False, progress=False)
     assert result["eval/return"] == measured["eval/return"]
     assert Path(result["report"]).is_file() and run.report.is_file()
+
+
+def test_evaluation_with_a_folder_writes_only_there(run: ep.Run, tmp_path, monkeypatch) -> None:
+    def record(*_: Any, path: Path, **__: Any) -> video.Video:
+        path.write_bytes(b"")
+        return video.Video(path)
+
+    monkeypatch.setattr(video, "record_video", record)
+    result = ep.evaluate(run, episodes=1, out=tmp_path, progress=False)
+    assert result["video"] == str(tmp_path / "video.mp4")
 
 
 def test_actions_in_gymnasium_are_those_of_the_evaluation(run: ep.Run) -> None:

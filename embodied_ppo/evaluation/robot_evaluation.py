@@ -126,8 +126,10 @@ def write_report(
         robustness: Content of robustness.json.
         paired: Content of paired.json.
     """
-    config, video_file = target.config, target.run_dir / "videos" / f"{target.out.name}.mp4"
-    recorded = None
+    config, recorded, video_file = target.config, None, target.out / "video.mp4"
+    # With a folder of its own, an evaluation writes into no run, which may be read-only.
+    if target.out.parent == target.run_dir / "reports":
+        video_file = target.run_dir / "videos" / f"{target.out.name}.mp4"
     if video_episodes:
         first_seed, device = evaluation.evaluation_seeds(result.seed, 1)[0], torch.device("cpu")
         common = {"config": config.env, "device": device, "task": task, "model": config.model}

@@ -28,8 +28,8 @@ class ReportTarget:
     Attributes:
         config: Options of the run; for a robot with the evaluated environment.
         source: The checkpoint.
-        run_dir: Directory of the run: its metrics are drawn, its folder ``videos`` receives the
-            mp4.
+        run_dir: Directory of the run, whose metrics are drawn. Its folder ``videos`` receives the
+            mp4 of a report in ``reports``.
         out: Folder of the report.
         options: Options of the evaluation.
     """
