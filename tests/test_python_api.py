@@ -133,6 +133,9 @@ def test_evaluation_with_a_folder_writes_only_there(run: ep.Run, tmp_path, monke
     monkeypatch.setattr(video, "record_video", record)
     result = ep.evaluate(run, episodes=1, out=tmp_path, progress=False)
     assert result["video"] == str(tmp_path / "video.mp4")
+    (tmp_path / "report.json.new").symlink_to("/dev/full")
+    with pytest.raises(errors.ConfigError, match="No space left"):
+        ep.evaluate(run, episodes=1, out=tmp_path, progress=False)
 
 
 def test_actions_in_gymnasium_are_those_of_the_evaluation(run: ep.Run) -> None:

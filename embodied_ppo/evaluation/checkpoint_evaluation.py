@@ -172,15 +172,16 @@ def _evaluate_robot(
         if sweep is not None:
             card = sweep.measure(result, evaluate_changed, progress.advance)
         differences = paired.measure(perturbed, result, evaluate_changed, progress.advance)
-        files = robot_evaluation.write_report(
-            ReportTarget(config, run.source, run.run_dir, out, options),
-            result,
-            policy=policy,
-            task=task,
-            video_episodes=options.video_episodes if options.video and not only_one else 0,
-            robustness=card,
-            paired=differences,
-        )
+        with report_write_errors(out):
+            files = robot_evaluation.write_report(
+                ReportTarget(config, run.source, run.run_dir, out, options),
+                result,
+                policy=policy,
+                task=task,
+                video_episodes=options.video_episodes if options.video and not only_one else 0,
+                robustness=card,
+                paired=differences,
+            )
     results = {**numbers(result.metrics()), "ci95": result.intervals(), **files}
     if card is not None:
         results |= {"robustness_score": card["score"], "robustness": card}
@@ -238,8 +239,9 @@ def _evaluate_language(
                 f" {reward.last_failure}"
             )
         target = ReportTarget(config, run.source, run.run_dir, out, options)
-        files = language_evaluation.write_report(target, result)
-        if (dump := config.rollout.dump) is not None:
-            generations.write(out / f"{generations.FOLDER}.jsonl", result.lines(dump))
+        with report_write_errors(out):
+            files = language_evaluation.write_report(target, result)
+            if (dump := config.rollout.dump) is not None:
+                generations.write(out / f"{generations.FOLDER}.jsonl", result.lines(dump))
     success = report.read(Path(str(files["report_json"])))["overall"]["success"]
     return {**numbers(result.metrics()), "ci95": {"eval/accuracy": success["ci95"]}, **files}
