@@ -273,7 +273,8 @@ def _report(
     try:
         content = report.read(file)
         if (
-            content["format"] == report.FORMAT
+            not options.allow_changed_task  # the user's files may have changed again
+            and content["format"] == report.FORMAT
             and content["versions"] == dict(sorted(run_directory.versions().items()))
             and content["config_hash"] == trained_run.source.manifest["config_hash"]
             and file.stat().st_mtime_ns

@@ -260,11 +260,15 @@ def test_report_is_older_than_the_grader_or_the_data(changed, tmp_path, monkeypa
     source = checkpoint.Checkpoint(tmp_path, {"update": 0, "config_hash": ""})
     compared = policy_comparison.ComparedRun(tmp_path, source, tmp_path, config, {})
     facts = {"format": report.FORMAT, "versions": versions(), "config_hash": "", "update": 0}
-    file = report_dir(EvaluateConfig(), source, tmp_path) / "report.json"
-    file.parent.mkdir(parents=True)
-    file.write_text(json.dumps(facts | {"overall": {}}))
+    changing = EvaluateConfig(allow_changed_task=True)
+    for evaluated in (changing, EvaluateConfig()):
+        file = report_dir(evaluated, source, tmp_path) / "report.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(facts | {"overall": {}}))
     monkeypatch.setattr(checkpoint_evaluation, "evaluate", lambda *_, **__: 1 / 0)
     assert policy_comparison._report(compared, EvaluateConfig(), (), True)["update"] == 0
+    with pytest.raises(ZeroDivisionError):  # the user's files may have changed
+        policy_comparison._report(compared, changing, (), True)
     os.utime(tmp_path / changed, (file.stat().st_mtime + 10,) * 2)
     with pytest.raises(ZeroDivisionError):  # it is evaluated again
         policy_comparison._report(compared, EvaluateConfig(), (), True)
