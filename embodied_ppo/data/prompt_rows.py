@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -259,8 +260,9 @@ def _answer(truth: Any, label: str, key: str | None, needs_answer: bool) -> str:
         return ""
     if not isinstance(truth, (str, int, float)) or isinstance(truth, bool) or truth == math.inf:
         raise ConfigError(f"{label} = {brief(truth)} must be a text or a number")
-    # Integers in a column with nulls may be stored as floats.
-    return str(int(truth) if isinstance(truth, float) and truth.is_integer() else truth)
+    if isinstance(truth, float):  # also integers of a column with nulls; without exponent (1e-05)
+        truth = format(Decimal(repr(truth)), "f").removesuffix(".0")
+    return str(truth)
 
 
 def _prompt(value: Any, location: str) -> Any:

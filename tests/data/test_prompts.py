@@ -93,8 +93,9 @@ def test_gsm8k(tmp_path) -> None:
 
 
 def test_plain_rows(tmp_path) -> None:
-    file = write(tmp_path / "sums.jsonl", [{"prompt": "1+1=", "answer": 2, "level": "easy"}])
-    (row,) = read_rows(file)
+    sums = [{"prompt": "1+1=", "answer": x, "level": "easy"} for x in (2, 3.0, 1e-05)]
+    row, *others = read_rows(write(tmp_path / "sums.jsonl", sums))
+    assert [other.ground_truth for other in others] == ["3", "0.00001"]
     assert (row.prompt, row.ground_truth, row.data_source, row.suffix) == ("1+1=", "2", "sums", "")
     assert row.extra == {"level": "easy"}
     chat = [{"role": "user", "content": "hi"}]
