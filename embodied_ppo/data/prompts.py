@@ -154,7 +154,8 @@ def _response_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
 
     It is what a generation prompt has after the header of an earlier message of the assistant.
     """
-    roles = [("user", "USER"), ("assistant", "ASSISTANT"), ("user", "LAST")]
+    # Templates contain words such as "USER:"; none of them contains these texts.
+    roles = [("user", "question-1"), ("assistant", "answer-1"), ("user", "question-2")]
     chat = [{"role": role, "content": content} for role, content in roles]
     render: Any = tokenizer.apply_chat_template
     try:
@@ -162,8 +163,8 @@ def _response_prefix(tokenizer: PreTrainedTokenizerBase) -> str:
         prompt = str(render(chat[:1], tokenize=False, add_generation_prompt=True))
     except Exception:  # a template can raise anything; it is applied to the prompts below
         return ""
-    header = earlier.rpartition("USER")[2].partition("ASSISTANT")[0]
-    opened = prompt.rpartition("USER")[2]
+    header = earlier.rpartition("question-1")[2].partition("answer-1")[0]
+    opened = prompt.rpartition("question-1")[2]
     return opened[len(os.path.commonprefix([header, opened])) :]  # noqa: RUF071  (texts, not paths)
 
 

@@ -292,13 +292,13 @@ def test_start_of_a_response_that_the_template_writes(
     prefix: str, chat_tokenizer: Any, tmp_path
 ) -> None:
     chat_tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}|{% endfor %}"
-        f"{{% if add_generation_prompt %}}<a>{prefix}{{% endif %}}"
+        "{% for m in messages %}{{ m['role'].upper() }}: {{ m['content'] }}|{% endfor %}"
+        f"{{% if add_generation_prompt %}}ASSISTANT: {prefix}{{% endif %}}"
     )
     file = write(tmp_path / "f.jsonl", [{"prompt": [SYSTEM, USER], "answer": "1"}])
     (prompt,), _ = load(file, chat_tokenizer)
     assert (prompt.prefix, prompt.messages) == (prefix, [SYSTEM, USER])
-    assert prompt.text == f"<s>s|<u>q|<a>{prefix}"
+    assert prompt.text == f"SYSTEM: s|USER: q|ASSISTANT: {prefix}"
     (prompt,), _ = load(file, chat_tokenizer, chat_template="never")
     assert prompt.prefix == "" and not prompt.templated
 
