@@ -126,11 +126,10 @@ def _filtered(scaled: Tensor, sampling: Sampling) -> Tensor:
         p = p.masked_fill(scaled < threshold, 0.0)
     if sampling.top_p < 1:
         ordered, order = p.sort(dim=-1, descending=True, stable=True)
-        # A token is excluded if the more likely tokens have probability top_p already. This keeps
-        # the first token, unless top_p is below the rounding error (about 1e-7). The cumulative sum
-        # is float64, because in float32 it would lose the last bits over a large vocabulary.
+        # A token is excluded if the more likely tokens have probability top_p already. The sum is
+        # float64, because in float32 it would lose the last bits over a large vocabulary.
         share = _sums_up_to(ordered) / ordered.double().sum(-1, keepdim=True)
-        before = share - ordered / ordered.sum(-1, keepdim=True)
+        before = F.pad(share[:, :-1], (1, 0))  # 0 for the first token, which is always kept
         ordered = ordered.masked_fill(before >= sampling.top_p, 0.0)
         p = torch.zeros_like(p).scatter(-1, order, ordered)
     return p

@@ -257,6 +257,9 @@ def test_sampling_parameters() -> None:
     assert frequencies(Sampling(1, top_k=9)) == [0.1, 0.4, 0.05, 0.3, 0.15]
     assert frequencies(Sampling(1, top_p=0.5)) == pytest.approx([0, 4 / 7, 0, 3 / 7, 0], abs=1e-3)
     assert frequencies(Sampling(1, top_p=0.01)) == [0, 1, 0, 0, 0]
+    logits = torch.arange(320.0).view(64, 5).sin()  # top_p is below the rounding error
+    token, _ = choose(logits, Sampling(1, top_p=1e-12), torch.rand(64).double())
+    assert torch.equal(token, logits.argmax(-1))
 
 
 def test_log_probabilities_ignore_filters() -> None:
