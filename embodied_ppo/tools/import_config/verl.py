@@ -73,12 +73,12 @@ def differences_of(source: Source) -> dict[str, str]:
 
 
 def loss_mode(value: Any, source: Source) -> Answer:
-    """Map the kind of the policy loss; verl ignores loss_agg_mode for gspo."""
+    """Map the kind of the policy loss; verl's gspo ignores loss_agg_mode and has no dual clip."""
     if value == "vanilla":
         return REASONS["SURROGATE"]
     if value == "gspo":
-        mean = "seq-mean-token-mean"
-        return {"algorithm.ratio_level": "sequence", "algorithm.loss_agg_func": mean}
+        loss = {"algorithm.loss_agg_func": "seq-mean-token-mean", "algorithm.clip_ratio_c": None}
+        return {"algorithm.ratio_level": "sequence", **loss}
     return {"algorithm.policy_loss": "cispo"} if value == "cispo" else REASONS["OTHER_LOSS"]
 
 
