@@ -27,6 +27,7 @@ def check(config: Config) -> None:
     from_files, new_model = d.task is None, model.path is None
     no_eval = from_files and not d.eval
     rank = max(model.lora_rank, config.critic.model.lora_rank or 0)
+    lacks_rest = a.reward_groups and all(g.terms != "rest" for g in a.reward_groups.values())
     refusals: dict[str, object] = {
         f"write algorithm.loss_type=actor: {a.loss_type} is the loss of a model with a value"
         " head": a.loss_type != "actor",
@@ -45,6 +46,9 @@ def check(config: Config) -> None:
         " robots": a.loss_agg_func == "trajectory-mean",
         f"lower rollout.overlong_buffer = {r.overlong_buffer} below algorithm.response_length ="
         f" {a.response_length}": r.overlong_buffer >= a.response_length,
+        "write terms: rest in one group of algorithm.reward_groups: no term of the others has the"
+        " penalties rollout.overlong_buffer and algorithm.missing_eos_penalty": lacks_rest
+        and (r.overlong_buffer or a.missing_eos_penalty),
         f"write evaluation.deterministic=false: else all evaluation.n = {e.n} responses are"
         " equal": e.n > 1 and e.deterministic,
         "remove algorithm.micro_batch_tokens and algorithm.micro_batch_size, or write"
