@@ -89,7 +89,9 @@ def final_statement(response: str) -> str | None:
 LONGEST_BOX = 1000
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*+")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
-_PERCENT = re.compile(r"\\?%|\\(?:text|mathrm|mbox)\s*\{\s*per ?cent\s*\}|\bper ?cent\b")
+_UNREAD = re.compile(  # a percent sign, or the full stop of an answer: 7.
+    r"\\?%|\\(?:text|mathrm|mbox)\s*\{\s*per ?cent\s*\}|\bper ?cent\b|(?<=[0-9])\.(?=\s*(?:\}|\Z))"
+)
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|hbox)\s*\{([^{}]*)\}")
 _RELATION = re.compile(
     r"\\(?:approx|sim|simeq|cong|equiv|neq?|not|lor|vee|land|wedge|to|(?:left|right)arrow|implies"
@@ -121,8 +123,8 @@ def boxed_answers(text: str) -> list[str]:
 
 
 def plain_latex(text: str) -> str:
-    """Remove percent signs, which count as units, and separators that math-verify misreads."""
-    return _THOUSANDS.sub("", _PERCENT.sub(" ", text)).replace("~", " ")
+    """Remove percent signs, which count as units, and characters that math-verify misreads."""
+    return _THOUSANDS.sub("", _UNREAD.sub(" ", text)).replace("~", " ").replace("\u2212", "-")
 
 
 def adds_meaning(answer: str, truth: str) -> bool:
