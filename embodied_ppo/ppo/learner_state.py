@@ -162,7 +162,7 @@ class LearnerState:
             **({} if self.curiosity is None else {"curiosity": self.curiosity.state()}),
             **({} if self.symmetry is None else {"symmetry": self.symmetry.state()}),
             **({"warmup_ended": True} if self.warmup_ended else {}),
-            "kl": {"coef": self.kl_coef},
+            "kl": {"coef": self.kl_coef, "initial": self.config.kl_ctrl.kl_coef},
             "entropy": {
                 "coef": self.entropy_coef,
                 "initial": self.initial_entropy_coef,
@@ -204,10 +204,10 @@ class LearnerState:
         if self.symmetry is not None:
             self.symmetry.load_state(state.get("symmetry"))
         self.warmup_ended = state.get("warmup_ended", False)
-        # A coefficient that is constant follows the options of the resumed run.
-        if c.kl_ctrl.type == "adaptive":
-            self.kl_coef = float(state["kl"]["coef"])
-        # A run that is resumed with another initial coefficient starts from that one.
+        # A constant coefficient, or another initial one, is that of the resumed run's options.
+        saved_kl, initial = state["kl"], c.kl_ctrl.kl_coef
+        if c.kl_ctrl.type == "adaptive" and saved_kl.get("initial", initial) == initial:
+            self.kl_coef = float(saved_kl["coef"])
         entropy = state["entropy"]
         if c.entropy_target is not None and entropy["initial"] == self.initial_entropy_coef:
             self.entropy_coef = float(entropy["coef"])

@@ -411,6 +411,9 @@ def test_state_resumes_bit_for_bit(tmp_path) -> None:
         outcomes = [numbers(z.update(ts[i], update=i)) for z in (x, y)]
         assert outcomes[0] == outcomes[1]
     assert differences(x, y) == 0 and x.kl_coef == y.kl_coef != 0.1
+    other = learner(replace(c, kl_ctrl=replace(c.kl_ctrl, kl_coef=0.5)))
+    other.load_state(saved["learner"])
+    assert other.kl_coef == 0.5
 
 
 def test_checkpoint_without_critic_is_refused() -> None:
