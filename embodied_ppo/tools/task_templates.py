@@ -35,10 +35,10 @@ def parts(robot: RobotModel, template: str) -> dict[str, Any]:
     parts: dict[str, Any] = {"module": "robot_task", "base": "RobotTask", "least": "", "added": 0}
     parts |= {"commands": {}, "rewards": {}, "attributes": []}
     if template == "velocity":
-        if len(robot.feet) < 2:
+        if len(robot.feet) < 2 or not robot.weight:
             raise EnvError(
-                "write --template reach for an arm, hover for a drone: --template velocity needs a"
-                f" floating base and two feet; {len(robot.feet)} found"
+                "write --template reach for an arm, hover for a drone: --template velocity needs"
+                f" gravity, a floating base and two feet; {len(robot.feet)} found"
             )
         rewards = velocity_rewards(robot)
         parts |= {"module": "velocity", "base": "VelocityTask", "rewards": rewards}

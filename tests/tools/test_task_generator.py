@@ -187,7 +187,10 @@ def test_target_templates_name_the_tip_and_targets_around_it() -> None:
         assert env.step(torch.zeros(1, env.action_spec.size)).info
         env.close()
     Path("../robots/dog.xml").write_text(QUADRUPED)
-    for template, robot in (("hover", "dog"), ("reach", "drone"), ("velocity", "drone")):
+    space = QUADRUPED.replace("<option", '<option gravity="0 0 0"')
+    Path("../robots/space.xml").write_text(space)
+    pairs = ("hover", "dog"), ("reach", "drone"), ("velocity", "drone"), ("velocity", "space")
+    for template, robot in pairs:
         with pytest.raises(EnvError, match="--template"):
             task_generator.write("other", Path(f"../robots/{robot}.xml"), template=template)
 
