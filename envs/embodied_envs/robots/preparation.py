@@ -72,6 +72,9 @@ class Preparation:
         robot = RobotModel(spec.compile(), self.key)
         if servos := self.servos(robot):
             _tune_solver(spec)
+            states = robot.model.actuator_actadr[[*servos]]
+            for key in spec.keys:  # a keyframe may leave its states out
+                key.act = np.delete(key.act, states[(states >= 0) & (states < len(key.act))])
         for i, (kp, kd) in servos.items():
             _make_servo(spec.actuators[i], robot.actuators[i], robot, kp, kd)
         _add_sensors(spec, robot, self.contacts)
@@ -150,6 +153,7 @@ def _make_servo(
     assert joint is not None
     gear = abs(float(element.gear[0])) or 1.0
     element.set_to_position(kp=kp, kv=kd)
+    element.actlimited, element.actrange = False, [0, 0]  # a servo has no state
     element.gear = [1, 0, 0, 0, 0, 0]
     element.ctrllimited, element.ctrlrange = model.jnt_limited[joint], model.jnt_range[joint]
     if np.isfinite(actuator.force):

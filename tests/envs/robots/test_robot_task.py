@@ -165,7 +165,11 @@ def test_states_of_filters_start_at_home(file: Path) -> None:
     text = QUADRUPED.replace(servo, '<position joint="FL_pitch" timeconst=".1"/>')
     keyframe = 'qpos="1 0 .05 1 0 0 0  0 0 .3 1 0 0 0  .1 0 -.1 0'
     assert keyframe in text
-    file.write_text(text.replace(keyframe, keyframe.replace(".1 0 -.1 0", ".1 .2 -.1 0")))
+    text = text.replace(keyframe, keyframe.replace(".1 0 -.1 0", ".1 .2 -.1 0"))
+    # A motor with a state becomes a servo without one.
+    slow = '<general joint="FR_pitch" biastype="none" dyntype="filter" actrange="-1 1"/>'
+    text = text.replace('<position joint="FR_pitch"/>', slow)
+    file.write_text(text.replace('<key name="home"', '<key name="home" act="0 .5"'))
     env = make()
     env.reset()
     assert env.s["act"].tolist() == [[pytest.approx(0.2)]] * 2
