@@ -66,11 +66,13 @@ def default_capacities(model: mujoco.MjModel) -> tuple[int, int]:
     """
     points = {int(mujoco.mjtGeom.mjGEOM_SPHERE): 1, int(mujoco.mjtGeom.mjGEOM_CAPSULE): 2}
     solid = (model.geom_contype != 0) | (model.geom_conaffinity != 0)
+    solid[model.pair_geom1] = solid[model.pair_geom2] = True
     moving = solid & (model.body_weldid[model.geom_bodyid] != 0)
     extra = 4 * bool((model.geom_type[solid] == int(mujoco.mjtGeom.mjGEOM_HFIELD)).any())
     contacts = sum(points.get(int(kind), 4) + 1 + extra for kind in model.geom_type[moving])
     contacts = min(max(contacts, 16), 256)
-    per_contact = max(1, 2 * (int(model.geom_condim[solid].max(initial=1)) - 1))
+    dimensions = max(model.geom_condim[solid].max(initial=1), model.pair_dim.max(initial=1))
+    per_contact = max(1, 2 * (int(dimensions) - 1))
     limits = int(model.jnt_limited.sum() + model.tendon_limited.sum())
     friction = int((model.dof_frictionloss > 0).sum() + (model.tendon_frictionloss > 0).sum())
     return contacts, 6 * model.neq + friction + limits + contacts * per_contact

@@ -28,6 +28,7 @@ from embodied_envs.physics import mujoco_env, mujoco_warp
 from embodied_envs.physics.make import compile_model
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.physics.mujoco_warp import WarpPhysics
+from embodied_envs.physics.warp_model import default_capacities
 from embodied_envs.tasks import State, Task
 from embodied_envs.types import Box
 
@@ -384,6 +385,11 @@ def test_exceeded_capacity_is_an_error(kwargs: dict[str, int], message: str) -> 
         env.reset()
         for action in random_actions(env, 20):
             env.step(action)
+    geoms = '<worldbody><geom name="a" size="1"/><geom name="b" size="1" condim="1"/></worldbody>'
+    pair = '<contact><pair geom1="a" geom2="b" condim="6"/></contact>'
+    model = mujoco.MjModel.from_xml_string(f"<mujoco>{geoms}{pair}</mujoco>")
+    model.geom_contype[:] = model.geom_conaffinity[:] = 0
+    assert default_capacities(model) == (16, 16 * 2 * (6 - 1))
 
 
 class Boxed(Swing):
