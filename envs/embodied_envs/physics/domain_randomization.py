@@ -42,7 +42,8 @@ SERVO = ("actuator_gainprm", "actuator_biasprm")
 
 # Name of the option -> what it changes. The numbers are uniform between the two bounds.
 # * mass scales body masses and inertias by the same factor (the density).
-# * friction scales the sliding friction of geoms, damping the damping of joints.
+# * friction scales the sliding friction of geoms, of contact pairs by the larger factor of the two
+#   geoms; damping scales the damping of joints.
 # * gains scales gain and bias of actuators, but not their force limit; of a position servo these
 #   are stiffness and damping.
 # * kp scales the gain of actuators and the stiffness of position servos, kd the damping of servos,
@@ -63,7 +64,7 @@ SERVO = ("actuator_gainprm", "actuator_biasprm")
 # * light scales the diffuse light; colour shifts red, green and blue, within 0 to 1.
 RANGES: dict[str, Range] = {
     "mass": Range(("body_mass", "body_inertia"), "scale"),
-    "friction": Range(("geom_friction",), "scale", (slice(1),)),
+    "friction": Range(("geom_friction", "pair_friction"), "scale", (slice(1), slice(2))),
     "damping": Range(("dof_damping",), "scale"),
     "gains": Range(SERVO, "scale"),
     "kp": Range(SERVO, "scale", (slice(0, 1), slice(1, 2))),
@@ -128,6 +129,7 @@ class Randomization:
         self._driver = torch.zeros(model.njnt, dtype=torch.int64)
         for i in np.flatnonzero(drives_joint(model)).tolist():
             self._driver[model.actuator_trnid[i, 0]] = i
+        self._paired = torch.tensor(np.stack([model.pair_geom1, model.pair_geom2])).long()
         self._sizes = {name: self._size(name) for name in ranges}
         # Number of random numbers that one world takes.
         self.size = sum(self._sizes.values())
@@ -136,7 +138,7 @@ class Randomization:
     def to(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move the constant tensors to a device; a CUDA graph allows no copy from the host."""
         self.base = {k: x.to(device, dtype) for k, x in self.base.items()}
-        self._driver = self._driver.to(device)
+        self._driver, self._paired = self._driver.to(device), self._paired.to(device)
         self.encoders.to(device, dtype)
 
     def draw(self, name: str, u: Tensor) -> Tensor:
@@ -178,6 +180,7 @@ class Randomization:
                     continue
                 if r.operation == "scale":
                     factor = x.index_select(1, self._driver) if field == "jnt_actfrcrange" else x
+                    factor = x[:, self._paired].amax(1) if field == "pair_friction" else factor
                     shape = (*factor.shape, *[1] * (value.ndim - 2))
                     value[..., columns] *= factor.view(shape)
                 elif r.of_base:

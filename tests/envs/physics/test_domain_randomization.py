@@ -91,6 +91,12 @@ def test_payload_and_centre_of_mass_of_a_base() -> None:
     model = mujoco.MjModel.from_xml_string(f"<mujoco>{red}{geom}</mujoco>")
     sampled = Randomization(model, {"colour": (-0.1, -0.1)}).sample(torch.zeros(1, 6))
     assert sampled["geom_rgba"][0, 0].tolist() == pytest.approx([0.9, 0, 0, 1])
+    # The friction of a contact pair is scaled by the larger factor of its geoms: 2 · 1.5.
+    geoms = '<worldbody><geom name="a" size="1"/><geom name="b" size="1"/></worldbody>'
+    pair = '<contact><pair geom1="a" geom2="b" friction="2 2 .1"/></contact>'
+    model = mujoco.MjModel.from_xml_string(f"<mujoco>{geoms}{pair}</mujoco>")
+    drawn = Randomization(model, {"friction": (0.5, 1.5)}).sample(torch.tensor([[0.0, 1.0]]))
+    assert drawn["pair_friction"][0, 0, :3].tolist() == pytest.approx([3, 3, 0.1])
 
 
 @pytest.mark.parametrize("target", [0.15, 3.0])  # within the servo's limit of 5 N m, and beyond
