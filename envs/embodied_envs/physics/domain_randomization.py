@@ -101,8 +101,9 @@ class Randomization:
             check_choice("env.ranges", name, RANGES)
             is_scale = RANGES[name].operation == "scale"
             check_range(f"env.ranges.{name}", bounds, 0.0 if is_scale else -math.inf)
-        if "motor_strength" in ranges:
-            _check_motor_strength(model, self.ranges)
+        for name in ("motor_strength", "gains", "kp", "kd"):
+            if tuple(ranges.get(name, (1, 1))) != (1, 1):
+                _check_forces(model, name, list(ranges[name]))
         self.base_body = 0
         if named := [name for name in ranges if RANGES[name].of_base]:
             base = RobotModel(model).base
@@ -242,8 +243,8 @@ class Encoders:
         biasprm.index_copy_(1, self.servo_index, servos)
 
 
-def _check_motor_strength(model: mujoco.MjModel, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Refuse models whose forces a factor of gain, bias and limit would not scale.
+def _check_forces(model: mujoco.MjModel, name: str, value: list[float]) -> None:
+    """Refuse models whose forces a factor of gain, bias and (motor_strength) limit does not scale.
 
     Raises EnvError.
     """
@@ -257,12 +258,11 @@ def _check_motor_strength(model: mujoco.MjModel, ranges: Mapping[str, tuple[floa
     if not is_linear.all():
         i = int(is_linear.argmin())
         fault = f"actuator {model.actuator(i).name or i} has no linear gain and bias, as a muscle"
-    elif shared.size or model.tendon_actfrclimited.any():
+    elif name == "motor_strength" and (shared.size or model.tendon_actfrclimited.any()):
         part = model.joint(int(shared[0])).name if shared.size else "a tendon"
         fault = f"the limit actuatorfrcrange of {part} is not that of one actuator (forcerange)"
     if fault:
-        value = list(ranges["motor_strength"])
-        raise EnvError(f"remove env.ranges.motor_strength={value}: {fault}")
+        raise EnvError(f"write env.ranges.{name}=[1,1]: env.ranges.{name}={value}: {fault}")
 
 
 def _rotate(quat: Tensor, angles: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ ARM = """<mujoco>
   </actuator>
 </mujoco>"""
 
+MUSCLE = '<muscle joint="elbow" lengthrange="-2 2" force="9"/>'
+
 
 def arm(limit: str = "", more: str = "") -> mujoco.MjModel:
     return mujoco.MjModel.from_xml_string(ARM.format(limit=limit, more=more))
@@ -138,6 +140,7 @@ def test_gains_and_motor_strength_multiply_the_stiffness_of_a_servo() -> None:
             "actuatorfrcrange.*elbow",
         ),
         ({}, {"motor_strength": (-1, 2)}, "-1"),
+        *(({"more": MUSCLE}, {name: (1, 2)}, "as a muscle") for name in ("gains", "kp", "kd")),
     ],
 )
 def test_refusals_are_one_line(
@@ -145,4 +148,4 @@ def test_refusals_are_one_line(
 ) -> None:
     with pytest.raises(EnvError, match=message) as error:
         Randomization(arm(**model), ranges)
-    assert "\n" not in str(error.value) and "env.ranges.motor_strength=" in str(error.value)
+    assert "\n" not in str(error.value) and f"env.ranges.{next(iter(ranges))}=" in str(error.value)
