@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import FrozenInstanceError
 from operator import attrgetter
 from typing import Any
@@ -17,6 +16,7 @@ from embodied_ppo.options.aliases import ALIASES, REFUSED, SIMILAR, VALUE_ALIASE
 from embodied_ppo.options.removed import REMOVED
 from embodied_ppo.options.schema import Config, EnvConfig, EvaluateConfig
 
+TABLES = tables(__file__)
 STORED_RUN = f"{loader.STORED}, run/config.yaml"
 LANGUAGE: dict[str, Any] = {"mode": "reasoning", "updates": 1, "algorithm.loss_type": "actor"}
 # The options that mode=reasoning requires.
@@ -79,24 +79,14 @@ def test_configs_are_frozen_and_an_empty_section_sets_nothing() -> None:
 
 
 # ----------------------------------------------------------------------------------------- accepted
-@pytest.mark.parametrize(
-    ("path", "written", "value"),
-    [
-        ("algorithm.lr", "3e-4", 3e-4),  # YAML 1.1 reads 3e-4 as text
-        ("algorithm.lr", ".5", 0.5),
-        ("algorithm.gamma", 1, 1.0),
-        ("algorithm.value_clip", None, None),
-        ("algorithm.max_grad_norm", "1", 1.0),
-        ("model.hidden", [256, 128], (256, 128)),
-        ("model.hidden", [], ()),
-        (
-            "env.kwargs",
-            {"frame_skip": 4, "deep": {"x": None}},
-            {"frame_skip": 4, "deep": {"x": None}},
-        ),
-        ("resume", "auto", "auto"),
-    ],
-)
+CONVERTED = [
+    *TABLES["converted"],
+    ("model.hidden", [256, 128], (256, 128)),
+    ("model.hidden", [], ()),
+]
+
+
+@pytest.mark.parametrize(("path", "written", "value"), CONVERTED)
 def test_value_is_converted(path: str, written: object, value: object) -> None:
     read = get(loader.read(Config, [("", nested({path: written}))]).config, path)
     assert read == value and type(read) is type(value)
@@ -110,58 +100,10 @@ def test_loaded_values_are_copies() -> None:
 
 
 # ----------------------------------------------------------------------------------- refused values
-PLACEMENTS = "local, fused, colocated, disaggregated, hybrid, pipelined"
+TOO_LARGE = ("algorithm.lr", 10**400, ["finite"])
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "parts"),
-    [
-        ("algorithm.gamma", 1.5, ["1.5", ">= 0 and <= 1", "algorithm.gamma=0.99"]),
-        ("algorithm.gamma", True, ["true", "number"]),
-        ("algorithm.gamma", None, ["null", "number"]),
-        ("algorithm.gamma", math.nan, ["nan", "finite"]),
-        ("algorithm.gamma", {"x": 1}, ["{x: 1}", "number"]),
-        ("algorithm.lr", math.inf, ["inf", "finite", ">= 0"]),
-        ("algorithm.lr", 10**400, ["finite"]),
-        ("algorithm.lr", -1, ["= -1", ">= 0", "0.0003"]),
-        ("algorithm.lr", "???", ["???", "no value yet", ">= 0"]),
-        ("algorithm.clip_ratio_c", 1.0, ["1.0", "> 1", "null"]),
-        ("algorithm.value_clip", 0, ["= 0", "> 0, or null", "0.2"]),
-        ("env.num_envs", 0, ["= 0", ">= 1", "64"]),
-        ("env.num_envs", 6.5, ["6.5", "whole number"]),
-        ("env.num_envs", "64", ["64", "whole number"]),
-        ("updates", 0, ["= 0", ">= 1", "null"]),
-        ("algorithm.use_kl_loss", 1, ["= 1", "true or false", "algorithm.use_kl_loss=true"]),
-        ("algorithm.use_kl_loss", "yes", ["yes", "true or false", "algorithm.use_kl_loss=true"]),
-        ("algorithm.adv_type", "geo", ["geo", "gae, grpo", "algorithm.adv_type=gae"]),
-        ("algorithm.lr_schedule", "linea", ["did you mean algorithm.lr_schedule=linear?"]),
-        (
-            "algorithm.reward_norm",
-            "runing",
-            ["batch, group, running, or null", "algorithm.reward_norm=running"],
-        ),
-        ("model.hidden", 64, ["= 64", "list", "model.hidden=[64]"]),
-        ("model.hidden", [64, 0], ["model.hidden[1] = 0", ">= 1"]),
-        ("model.hidden", "64,64", ["list"]),
-        ("env.kwargs", 3, ["= 3", "section"]),
-        ("env.id", 4, ["= 4", "text", "quote"]),
-        ("algorithm", 3, ["= 3", "section", "horizon", " more"]),
-        ("algorithm.kl_ctrl", 0.1, ["= 0.1", "section", "kl_coef"]),
-        ("device", "gpu", ["gpu", "cpu, cuda or cuda:N", "device=cpu"]),
-        ("name", "a/b", ["a/b", "no /", "name=custom"]),
-        ("name", "", ["''", "name=custom"]),
-        ("placement", "fuzed", ["fuzed", PLACEMENTS, "did you mean placement=fused?"]),
-        ("placement", 3, ["3", PLACEMENTS]),
-        (
-            "mode",
-            "reasoning",
-            [
-                "actor_critic is the loss of a model with a value head",
-                "write algorithm.loss_type=actor",
-            ],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("path", "value", "parts"), [*TABLES["refused"], TOO_LARGE])
 def test_value_is_refused(path: str, value: object, parts: list[str]) -> None:
     error = PlacementError if path == "placement" else ConfigError
     line = refused(Config, {path: value}, error)
@@ -203,36 +145,7 @@ def test_long_message_keeps_beginning_and_end() -> None:
 
 
 # ------------------------------------------------------------------------------------- unknown keys
-@pytest.mark.parametrize(
-    ("path", "suggestion"),
-    [
-        (
-            "algorithm.gama",
-            "did you mean algorithm.gamma? (a finite number >= 0 and <= 1; default 0.99)",
-        ),
-        ("gamma", "gamma belongs to algorithm.gamma"),
-        ("env.gamma", "gamma belongs to algorithm.gamma"),
-        ("algo.gamma", "gamma belongs to algorithm.gamma"),
-        ("algorithm.num_envs", "num_envs belongs to env.num_envs"),
-        ("horizon", "horizon belongs to algorithm.horizon or algorithm.kl_ctrl.horizon"),
-        ("vf_coef", "vf_coef belongs to algorithm.vf_coef (= algorithm.value_loss_coef)"),
-        (
-            "algorithm.lr_shedule",
-            "algorithm.lr_schedule? (one of constant, linear, cosine, adaptive; default constant)",
-        ),
-        ("algorithm.kl_ctrl.kl_cof", "algorithm.kl_ctrl.kl_coef"),
-        ("evn.num_env", "env.num_envs"),
-        ("sed", "did you mean seed?"),
-        ("model.hiden", "did you mean model.hidden?"),
-        ("clip_coef", "did you mean algorithm.clip_ratio (= algorithm.clip_ratio_low,"),
-        ("update_epochs", "did you mean algorithm.update_epoch?"),
-        ("agent.algorithm.clip_param", "did you mean algorithm.clip_ratio"),
-        ("desired_kl", "desired_kl belongs to algorithm.desired_kl"),
-        ("learning_rate", "did you mean algorithm.lr?"),
-        ("algorithm.xyz", "algorithm has: horizon, rollout_epoch"),
-        ("xyz", "the top level has: mode, placement"),
-    ],
-)
+@pytest.mark.parametrize(("path", "suggestion"), TABLES["unknown"].items())
 def test_unknown_key(path: str, suggestion: str) -> None:
     line = refused(Config, {path: 0.5})
     assert line.startswith(f"{path} = 0.5 (my.yaml): no such option; ")
@@ -261,40 +174,14 @@ def test_removed_options_of_a_stored_run() -> None:
     assert loader.read(Config, [(STORED_RUN, nested(file))]).config.reward.grader == "/g.py:score"
 
 
-@pytest.mark.parametrize(
-    ("stored", "path", "value"),
-    [
-        (
-            {"model.state_dependent_std": True, "model.std_function": "softplus"},
-            "model.state_dependent_std",
-            "softplus",
-        ),
-        (
-            {"model.state_dependent_std": True, "model.std_function": "exp"},
-            "model.state_dependent_std",
-            True,
-        ),
-        ({"model.obs_eps": 1e-8, "model.obs_std_eps": 0.0}, "model.obs_eps", 1e-8),
-        ({"model.obs_eps": 1e-8, "model.obs_std_eps": 0.01}, "model.obs_eps", (1e-8, 0.01)),
-        ({"algorithm.entropy_end": 0.0}, "algorithm.entropy_schedule", "linear"),
-        ({"model.max_log_std": [0.5, -1.0]}, "model.max_log_std", 0.5),
-        (
-            {"algorithm.adam_beta1": 0.8, "algorithm.adam_beta2": 0.95},
-            "algorithm.adam_betas",
-            (0.8, 0.95),
-        ),
-        (
-            {"algorithm.chunk_reward": "sum", "algorithm.reward_type": "chunk_level"},
-            "algorithm.reward_type",
-            "chunk_sum",
-        ),
-        (
-            {"algorithm.chunk_reward": "discounted", "algorithm.reward_type": "chunk_level"},
-            "algorithm.reward_type",
-            "chunk_level",
-        ),
-    ],
-)
+BETAS = {"algorithm.adam_beta1": 0.8, "algorithm.adam_beta2": 0.95}
+TWO_NUMBERS = [
+    ({"model.obs_eps": 1e-8, "model.obs_std_eps": 0.01}, "model.obs_eps", (1e-8, 0.01)),
+    (BETAS, "algorithm.adam_betas", (0.8, 0.95)),
+]
+
+
+@pytest.mark.parametrize(("stored", "path", "value"), [*TABLES["stored"], *TWO_NUMBERS])
 def test_two_options_of_a_stored_run_become_one(
     stored: dict[str, Any], path: str, value: Any
 ) -> None:
@@ -340,22 +227,7 @@ def test_relevant_omits_options_of_the_other_mode(mode: str) -> None:
     assert ("critic" in kept) == (mode == "reasoning") == ("n" in kept["evaluation"])
 
 
-PLACED = [
-    ({"actor,critic,rollout,reward": "all"}, None),
-    ({"actor, critic, rollout, reward": 0}, None),
-    (
-        {"actor,critc": "all"},
-        "critc is no role of this run; did you mean critic? roles: rollout, actor",
-    ),
-    ({"env": "all"}, "env is no role of this run"),
-    ({"actor,critic": "all"}, "no device for rollout; name rollout in one entry"),
-    ({"actor,critic,rollout,reward,reference": 0}, "reference is no role of this run"),
-    ({"actor,critic,rollout,reward": "0-3"}, None),
-    ({"actor,reward,rollout": "all", "critic": "all"}, None),
-]
-
-
-@pytest.mark.parametrize(("placement", "message"), PLACED)
+@pytest.mark.parametrize(("placement", "message"), TABLES["placed"])
 def test_component_placement(placement: dict[str, Any], message: str | None) -> None:
     for name in ("component_placement", "cluster"):
         layer = {name: placement if name != "cluster" else {"component_placement": placement}}
@@ -370,7 +242,7 @@ def test_component_placement(placement: dict[str, Any], message: str | None) -> 
 
 # ------------------------------------------------------------------------------------------ aliases
 # Every alias of OPTIONS.md -> a value that is not the default, and what it sets.
-OPTIONS_MD: dict[str, tuple[Any, list[str]]] = tables(__file__)["options_md"]
+OPTIONS_MD: dict[str, tuple[Any, list[str]]] = TABLES["options_md"]
 
 
 @pytest.mark.parametrize("alias", OPTIONS_MD)
