@@ -50,12 +50,13 @@ def column(t: Trajectory, i: int) -> list[tuple[Any, ...]]:
 
 
 # ---------------------------------------------------------------------------------------- alignment
-def test_rows_of_a_simulator_that_resets_on_the_next_step():
-    env, r = rollout([2, 3], [False, True])
-    t, _ = r.collect(5, update=0, version=7)
+@pytest.mark.parametrize("same_step", [False, True])
+def test_rows_of_a_simulator_that_resets_on_the_next_or_in_the_same_step(same_step):
+    env, r = rollout([2, 3], [False, True], same_step=same_step)
+    t, _ = r.collect(4 if same_step else 5, update=0, version=7)
     # Environment 0 terminates after 2 steps: the last row has the final observation's value; a
-    # dummy row follows.
-    assert column(t, 0) == [
+    # dummy row follows if the simulator resets on the next step.
+    first = [
         (0, 0, 1.0, 1.5, False, False, True),
         (0, 1, 2.0, 2.5, True, False, True),  # V(episode 0, step 2), not used: terminated
         (0, 2, 0.0, 100.5, False, False, False),  # the dummy: acts on the final observation, resets
@@ -63,32 +64,16 @@ def test_rows_of_a_simulator_that_resets_on_the_next_step():
         (1, 1, 12.0, 102.5, True, False, True),
     ]
     # Environment 1 is truncated after 3 steps: next_value is V of the final observation, not of
-    # the next episode.
-    assert column(t, 1) == [
+    # the next episode, also where the next row has (1, 0).
+    second = [
         (0, 0, 101.0, 1001.5, False, False, True),
         (0, 1, 102.0, 1002.5, False, False, True),
         (0, 2, 103.0, 1003.5, False, True, True),
         (0, 3, 0.0, 1100.5, False, False, False),
         (1, 0, 111.0, 1101.5, False, False, True),  # V of the observation after the rollout
     ]
-    check_decisions(t, env)
-
-
-def test_rows_of_a_simulator_that_resets_in_the_same_step():
-    env, r = rollout([2, 3], [False, True], same_step=True)
-    t, _ = r.collect(4, update=0, version=7)
-    assert column(t, 0) == [
-        (0, 0, 1.0, 1.5, False, False, True),
-        (0, 1, 2.0, 2.5, True, False, True),  # V(final_obs); the next row is of the next episode
-        (1, 0, 11.0, 101.5, False, False, True),
-        (1, 1, 12.0, 102.5, True, False, True),
-    ]
-    assert column(t, 1) == [
-        (0, 0, 101.0, 1001.5, False, False, True),
-        (0, 1, 102.0, 1002.5, False, False, True),
-        (0, 2, 103.0, 1003.5, False, True, True),  # V(final), though obs of the next row is (1, 0)
-        (1, 0, 111.0, 1101.5, False, False, True),
-    ]
+    for i, rows in enumerate((first, second)):
+        assert column(t, i) == [row for row in rows if row[-1] or not same_step]
     check_decisions(t, env)
 
 
