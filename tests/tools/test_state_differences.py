@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
+import pytest
 import torch
 
 from embodied_ppo.tools.state_differences import count_tensors, state_differences
@@ -56,11 +58,13 @@ def test_each_difference_is_named():
     assert named["empty"].recomputed == "(absent)"
 
 
-def test_lists_of_other_lengths_differ_as_a_whole():
-    (difference,) = state_differences({"a": [1, 2]}, {"a": [1, 2, 3]})
-    assert (difference.stored, difference.recomputed) == ("list of 2", "list of 3")
-
-
-def test_fields_that_a_later_version_added_are_not_compared():
-    (difference,) = state_differences([(1.0, 2)], [(1.0, 3, True)])
-    assert (difference.place, difference.stored, difference.recomputed) == ("[0][1]", 2, 3)
+@pytest.mark.parametrize(
+    ("stored", "recomputed", "expected"),
+    [
+        ({"a": [1, 2]}, {"a": [1, 2, 3]}, ("a", "list of 2", "list of 3")),  # as a whole
+        ([(1.0, 2)], [(1.0, 3, True)], ("[0][1]", 2, 3)),  # fields that a later version added
+    ],
+)
+def test_lists_and_tuples_of_other_lengths(stored: Any, recomputed: Any, expected: Any):
+    (difference,) = state_differences(stored, recomputed)
+    assert (difference.place, difference.stored, difference.recomputed) == expected

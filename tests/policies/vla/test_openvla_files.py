@@ -408,32 +408,25 @@ DINO_BLOCK = "vision_backbone.featurizer.blocks.0"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "message"),
+    ("tensors", "fields", "message"),
     [
-        (without("projector.fc3.bias"), r"missing.*projector\.fc3\.bias"),
-        (synthetic() | {"action_head.fc.weight": torch.zeros(2)}, r"action_head\.fc\.weight"),
+        (without("projector.fc3.bias"), {}, r"missing.*projector\.fc3\.bias"),
+        (synthetic() | {"action_head.fc.weight": torch.zeros(2)}, {}, r"action_head\.fc\.weight"),
         (
             synthetic() | {f"{DINO_BLOCK}.attn.qkv.weight": torch.zeros(48, 15)},
+            {},
             r"qkv\.weight \[48, 15\].*\[48, 16\]",
         ),
+        ({}, {"vision_backbone_id": "siglip-vit-so400m"}, "vision_backbone_id=siglip-vit-so400m"),
+        ({}, {"text_config": {"model_type": "mistral"}}, r"text_config\.model_type=mistral.*llama"),
+        ({}, {"n_action_bins": "many"}, "many"),
     ],
 )
-def test_wrong_weights_are_refused(tmp_path, tensors: dict[str, Tensor], message: str) -> None:
+def test_wrong_weights_and_configurations_are_refused(
+    tmp_path, tensors: dict[str, Tensor], fields: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=r"model\.checkpoint=\S+: .*" + message):
-        openvla_files.load(checkpoint(tmp_path, tensors))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"vision_backbone_id": "siglip-vit-so400m"}, "vision_backbone_id=siglip-vit-so400m"),
-        ({"text_config": {"model_type": "mistral"}}, r"text_config\.model_type=mistral.*llama"),
-        ({"n_action_bins": "many"}, "many"),
-    ],
-)
-def test_invalid_configurations_are_refused(tmp_path, fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=r"model.checkpoint=\S+: .*" + message):
-        openvla_files.load(checkpoint(tmp_path, {}, **fields))
+        openvla_files.load(checkpoint(tmp_path, tensors, **fields))
 
 
 def test_invalid_directories_are_refused(tmp_path) -> None:

@@ -106,10 +106,11 @@ def test_actions_are_those_of_the_formula(library: str, tmp_path) -> None:
     assert policy.normalizer.count == COUNT
 
 
-@pytest.mark.parametrize("layout", [1, 3])
-def test_older_layouts_of_rsl_rl(layout: int, tmp_path) -> None:
+@pytest.mark.parametrize(("layout", "critic"), [(1, True), (3, True), (5, False)])
+def test_layouts_of_rsl_rl(layout: int, critic: bool, tmp_path) -> None:
+    """critic=new keeps the policy and its normaliser."""
     actor = foreign.rsl_rl(tmp_path / "x.pt", layout)
-    network = ours(read("rsl_rl", tmp_path / "x.pt"))
+    network = ours(read("rsl_rl", tmp_path / "x.pt", critic=critic))
     assert (actions(network) - actor(CASES["rsl_rl"](RAW))).abs().max() < 1e-5
     assert network.log_std is not None
     torch.testing.assert_close(network.log_std.exp(), torch.full((ACTIONS,), 0.7))
@@ -160,13 +161,6 @@ def test_units_of_values_without_normalised_rewards(tmp_path) -> None:
     np.savez(tmp_path / "n.npz", **values)  # pyright: ignore[reportArgumentType]
     scale = read("cleanrl", tmp_path / "x", tmp_path / "n.npz").value_scale
     assert scale.std == pytest.approx(3) and scale.count == 5
-
-
-def test_new_value_function(tmp_path) -> None:
-    """critic=new keeps the policy and its normaliser."""
-    actor = foreign.rsl_rl(tmp_path / "x.pt")
-    network = ours(read("rsl_rl", tmp_path / "x.pt", critic=False))
-    assert (actions(network) - actor(CASES["rsl_rl"](RAW))).abs().max() < 1e-5
 
 
 def test_activation(tmp_path) -> None:
