@@ -366,6 +366,7 @@ def test_estimators_without_a_critic(adv_type: Any) -> None:
     metrics = numbers(x.update(experience(x.policy), update=0))
     assert any(not torch.equal(p, q) for p, q in zip(before, weights(x), strict=True))
     assert metrics["policy/grad_norm"] > 0 and metrics["advantage/std"] > 0
+    assert not [tag for tag in metrics if tag.startswith("value/")]
 
 
 def test_critic_has_own_learning_rate_schedule() -> None:
@@ -475,11 +476,6 @@ def test_running_reward_norm_counts_each_response_once() -> None:
         assert float(x.returns[0].std) == pytest.approx(
             float(scores.double().std(correction=0)), rel=1e-3
         )
-
-
-def test_no_value_metrics_without_critic() -> None:
-    x = learner(replace(BASE, adv_type="reinforce_plus_plus"), critic=False)
-    assert not [tag for tag in x.update(experience(x.policy), update=0) if tag.startswith("value/")]
 
 
 def test_resume_with_other_number_of_responses() -> None:

@@ -8,23 +8,15 @@ import structure
 LIMITS: dict[str, float] = structure.SETTINGS["limits"]
 
 
-def check(numbers: dict[str, float]) -> None:
-    above = {name: value for name, value in numbers.items() if value > LIMITS[name]}
-    assert not above, "simplify, or justify a larger limit in pyproject.toml"
-
-
 def test_every_number_has_a_meaning_and_a_limit():
     assert set(structure.MEANINGS) == set(LIMITS)
 
 
 @pytest.mark.slow
-def test_the_source_is_within_its_limits():
-    check(structure.static_numbers())
-
-
-@pytest.mark.slow
-def test_an_update_of_cartpole_is_within_its_limits():
-    check(structure.run_numbers())
+@pytest.mark.parametrize("measure", [structure.static_numbers, structure.run_numbers])
+def test_the_source_and_an_update_of_cartpole_are_within_their_limits(measure):
+    above = {name: value for name, value in measure().items() if value > LIMITS[name]}
+    assert not above, "simplify, or justify a larger limit in pyproject.toml"
 
 
 def test_lines_and_comments_are_counted(tmp_path):
