@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from run_helpers import tables
 
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.random import sampling_key
@@ -17,20 +18,12 @@ from embodied_ppo.data.prompt_rows import GSM8K_SUFFIX, read_rows
 from embodied_ppo.data.prompts import Prompt, Sampler, learnability, load_prompts
 from embodied_ppo.options.schema import DataConfig
 
+TABLES = tables(__file__)
 TEMPLATE = (
     "{% for m in messages %}<{{ m['role'][0] }}>{{ m['content'] }}|{% endfor %}"
     "{% if add_generation_prompt %}<a>{% endif %}"
 )
-GSM8K = [
-    {
-        "question": "Ida packs 12 crates a day. How many in 100 days?",
-        "answer": "100*12=<<100*12=1200>>1200\n#### 1,200",
-    },
-    {
-        "question": "It is 3 degrees and falls by 8. What is it?",
-        "answer": "3-8=<<3-8=-5>>-5\n#### -5",
-    },
-]
+GSM8K = TABLES["gsm8k"]
 VERL = [
     {
         "data_source": "openai/gsm8k",
@@ -113,42 +106,8 @@ def test_plain_rows(tmp_path) -> None:
 
 
 USER, SYSTEM = {"role": "user", "content": "q"}, {"role": "system", "content": "s"}
-ANSWER = {"role": "assistant", "content": "a"}
-LAYOUTS: dict[str, tuple[dict[str, Any], Any, str]] = {
-    # name -> row, prompt, correct answer
-    "ROLL": (
-        {"prompt": "raw", "messages": json.dumps([SYSTEM, USER]), "ground_truth": "7"},
-        [SYSTEM, USER],
-        "7",
-    ),
-    "messages": ({"messages": [SYSTEM, USER, ANSWER]}, [SYSTEM, USER], "a"),
-    "messages, answer": ({"messages": [USER, ANSWER], "answer": "7"}, [USER], "7"),
-    "messages, truth": (
-        {"messages": [USER, ANSWER], "reward_model": {"ground_truth": "7"}},
-        [USER],
-        "7",
-    ),
-    "JSON": ({"prompt": json.dumps([USER]), "answer": 1}, [USER], "1"),
-    "parts": (
-        {"prompt": [{**USER, "content": [{"type": "text", "text": x} for x in "ab"]}], "answer": 1},
-        [{**USER, "content": "ab"}],
-        "1",
-    ),
-    "TRL": ({"prompt": "q", "completion": "c"}, "q", "c"),
-    "OpenRLHF": ({"input": "q", "output": "o"}, "q", "o"),
-    "Alpaca": ({"instruction": "i", "input": "x", "output": "o"}, "i\n\nx", "o"),
-    "ShareGPT": (
-        {
-            "conversations": [
-                {"from": who, "value": text}
-                for who, text in (("system", "s"), ("human", "q"), ("gpt", "a"))
-            ]
-        },
-        [SYSTEM, USER],
-        "a",
-    ),
-    "MATH": ({"problem": "q", "solution": "s", "answer": "4"}, "q", "4"),
-}
+# Name of a layout -> row, prompt, correct answer.
+LAYOUTS: dict[str, tuple[dict[str, Any], Any, str]] = TABLES["layouts"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -222,22 +181,7 @@ def test_unusual_line_ends(tmp_path) -> None:
     assert [(r.prompt, r.location[-2:]) for r in read_rows(file)] == expected
 
 
-ROW = '{"prompt": "p", "answer": "1"}'
-
-
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        (ROW + '\n{"prompt": \n', r"f\.jsonl:2.*JSON"),
-        ("", r"f\.jsonl"),
-        ('{"promt": "p", "answer": "1"}', r"f\.jsonl:1.*promt"),
-        ('{"prompt": "p", "anwser": "1"}', r"f\.jsonl:1.*anwser"),
-        ('{"prompt": "p", "answer": 1e999}', r"f\.jsonl:1.*answer = inf"),
-        ('{"prompt": "<image> p", "answer": "1", "images": ["x.png"]}', r"f\.jsonl:1.*images"),
-        (ROW + '\n{"instruction": "p", "answer": "1"}', r"f\.jsonl:2.*prompt.*instruction"),
-        ('{"prompt": "p", "reward_model": "rule"}', r"f\.jsonl:1.*reward_model\.ground_truth"),
-    ],
-)
+@pytest.mark.parametrize(("text", "named"), TABLES["invalid"])
 def test_invalid_rows_are_refused(tmp_path, text: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         read_rows(lines(tmp_path / "f.jsonl", text))
