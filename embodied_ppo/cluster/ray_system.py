@@ -12,18 +12,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import ray
 
 from embodied_envs.types import EnvInfo
+from embodied_ppo.cluster import ray_worker
 from embodied_ppo.cluster.offload import Residency
 from embodied_ppo.cluster.ray_processes import ClusterProcesses
 from embodied_ppo.cluster.ray_reservation import START_TIMEOUT_S
-from embodied_ppo.cluster.ray_worker import (
-    BuildWorker,
-    Pending,
-    RayWorker,
-    Reply,
-    StoreRef,
-    WorkerHandle,
-    wait,
-)
+from embodied_ppo.cluster.ray_worker import Pending, RayWorker, Reply, StoreRef, WorkerHandle, wait
 from embodied_ppo.cluster.worker import Worker
 from embodied_ppo.core.types import Mean, Metrics, add_metrics
 from embodied_ppo.options.placement import REQUESTS, Plan
@@ -62,7 +55,7 @@ class ClusterSystem(RunSystem):
         self,
         records: Records,
         plan: Plan,
-        build_worker: BuildWorker,
+        build_worker: ray_worker.BuildWorker,
         *,
         options: ClusterConfig,
         threads: int,
@@ -108,7 +101,7 @@ class ClusterSystem(RunSystem):
             self.close()
             raise
 
-    def _build(self, build_worker: BuildWorker) -> None:
+    def _build(self, build_worker: ray_worker.BuildWorker) -> None:
         """Build the workers: simulators, then rollouts, which connect to them, then others."""
         timeout_s = max(START_TIMEOUT_S, self.options.step_timeout_s)
         handles_of = self.processes.by_group

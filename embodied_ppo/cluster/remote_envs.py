@@ -13,13 +13,8 @@ from embodied_envs.base import tree, watchdog
 from embodied_envs.base.errors import EnvError
 from embodied_envs.base.images import ImageLayout
 from embodied_envs.types import ArraySpec, Box, Composite, Discrete, EnvInfo, Obs, Step, VectorEnv
-from embodied_ppo.cluster.channels import (
-    Client,
-    Message,
-    as_tensor,
-    deserialize_state,
-    serialize_state,
-)
+from embodied_ppo.cluster import channels
+from embodied_ppo.cluster.channels import Client, Message, as_tensor, serialize_state
 
 # Fields of a ``Step``, which are sent.
 FIELDS = tuple(field.name for field in fields(Step))
@@ -74,7 +69,7 @@ class EnvService:
                 case "state":
                     value = serialize_state(env.state())
                 case "load_state":
-                    value = {"obs": env.load_state(deserialize_state(request.value))}
+                    value = {"obs": env.load_state(channels.deserialize_state(request.value))}
                 case "unstable":
                     value = env.unstable
                 case "terrain_level":
@@ -128,7 +123,7 @@ class RemoteEnv(VectorEnv):
         # The description replaces attributes of the simulators, which run the same task.
         described = self._request("make", parts)[0]
         with torch.serialization.safe_globals(SPACE_TYPES):
-            info = replace(deserialize_state(described)["info"], device=device)
+            info = replace(channels.deserialize_state(described)["info"], device=device)
         self.copy_info(info)
         # With these flags, no request is sent for numbers that the simulator does not have.
         self.counts_unstable, self.has_levels = info.counts_unstable, info.has_levels
@@ -209,7 +204,7 @@ class RemoteEnv(VectorEnv):
         states = self._request("state")
         if any(state is None for state in states):
             return None
-        states = [deserialize_state(state) for state in states]
+        states = [channels.deserialize_state(state) for state in states]
         return states[0] if len(states) == 1 else {"parts": states}
 
     def load_state(self, state: Mapping[str, Any]) -> Obs:

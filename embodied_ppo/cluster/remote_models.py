@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base import tree
-from embodied_ppo.cluster.channels import (
-    Client,
-    Message,
-    as_tensor,
-    deserialize_state,
-    serialize_state,
-)
+from embodied_ppo.cluster import channels
+from embodied_ppo.cluster.channels import Message, as_tensor, deserialize_state, serialize_state
 from embodied_ppo.core.types import ValueBatch
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
@@ -137,7 +132,7 @@ class ModelService:
 class RemoteGraders:
     """``Graders`` of another process that holds the same prompts."""
 
-    def __init__(self, client: Client, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, client: channels.Client, prompts: Sequence[Prompt]) -> None:
         self.client, self.target = client, client.new_target()
         # Prompts are the caller's own objects, so that identity finds their index.
         self.indices = {id(prompt): i for i, prompt in enumerate(prompts)}
@@ -162,7 +157,7 @@ class _RemoteModel:
 
     role: str
 
-    def __init__(self, client: Client, device: torch.device, *, pretrained: bool) -> None:
+    def __init__(self, client: channels.Client, device: torch.device, *, pretrained: bool) -> None:
         """Connect to the model.
 
         Args:

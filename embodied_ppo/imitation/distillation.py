@@ -28,18 +28,9 @@ from embodied_envs.base import tree
 from embodied_envs.base.observation_names import SINGLE
 from embodied_envs.base.tree import apply_in_parts
 from embodied_envs.types import ArraySpec, Box, Obs, ObsSpec
-from embodied_ppo.core import compile
+from embodied_ppo.core import compile, types
 from embodied_ppo.core.history import ObservationHistory, named
 from embodied_ppo.core.recurrent_state import MEMORY, START
-from embodied_ppo.core.types import (
-    Decision,
-    Evaluation,
-    Mean,
-    Metrics,
-    Samples,
-    Trajectory,
-    UpdateObserver,
-)
 from embodied_ppo.options.rules.base import refuse_any
 from embodied_ppo.options.schema import Config, DistillationConfig
 from embodied_ppo.policies import distributions as dist
@@ -239,7 +230,7 @@ class GuidedPolicy(nn.Module):
         return torch.cat([noise, uniform], dim=1)
 
     @torch.no_grad()
-    def act(self, inputs: dict[str, Any], *, noise: Tensor | None = None) -> Decision:
+    def act(self, inputs: dict[str, Any], *, noise: Tensor | None = None) -> types.Decision:
         """Choose an action and label the observation; see the class."""
         assert noise is not None
         student, teacher = self.student, self.teacher
@@ -261,7 +252,7 @@ class GuidedPolicy(nn.Module):
         elif teacher.kind != "categorical":
             target = torch.cat([target, teacher_log_std.expand_as(target)], dim=-1)
         zeros, replay = torch.zeros_like(error), {"target": target, "error": error}
-        return Decision(action, zeros, zeros, replay, own.memory)
+        return types.Decision(action, zeros, zeros, replay, own.memory)
 
     def value(self, inputs: dict[str, Any]) -> Tensor:
         """Return 0 [B]."""
@@ -270,7 +261,7 @@ class GuidedPolicy(nn.Module):
 
     def evaluate(
         self, inputs: dict[str, Any], action: Tensor, replay: dict[str, Tensor]
-    ) -> Evaluation:
+    ) -> types.Evaluation:
         """Return the student's evaluation of actions."""
         return self.student.evaluate(inputs["student"], action, replay)
 
@@ -289,7 +280,7 @@ class GuidedPolicy(nn.Module):
 
 # -------------------------------------------------------------------------------------- the learner
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistillationBatch(Samples):
+class DistillationBatch(types.Samples):
     """What the loss of a student reads.
 
     Attributes:
@@ -365,7 +356,7 @@ class DistillationLearner:
             section="distillation",
         )
 
-    def update(self, trajectory: Trajectory, *, update: int) -> Metrics:
+    def update(self, trajectory: types.Trajectory, *, update: int) -> types.Metrics:
         """Train the student on a rollout [T, N, ..]; ``update`` counts from 0.
 
         Raises:
@@ -386,10 +377,10 @@ class DistillationLearner:
         self.cpu_s["update"] += time.process_time() - start
         steps = stats.sums["steps"]
         return {
-            "distill/loss": Mean(stats.sums["policy_loss"], steps),
-            "distill/action_error": Mean(float((error * mask).sum()), float(mask.sum())),
+            "distill/loss": types.Mean(stats.sums["policy_loss"], steps),
+            "distill/action_error": types.Mean(float((error * mask).sum()), float(mask.sum())),
             "distill/teacher_share": share,
-            "policy/grad_norm": Mean(stats.sums["actor_norm"], steps),
+            "policy/grad_norm": types.Mean(stats.sums["actor_norm"], steps),
             "policy/lr": self.optimizer.learning_rates[0],
         }
 
@@ -402,7 +393,7 @@ class DistillationLearner:
         self.optimizer.load_state(state)
         self.policy.share.fill_(state["teacher_share"])
 
-    def set_observer(self, observer: UpdateObserver) -> None:
+    def set_observer(self, observer: types.UpdateObserver) -> None:
         """Call ``observer`` with the batch and the minibatches of each update."""
         self.optimizer.observer = observer
 

@@ -36,16 +36,9 @@ from embodied_ppo.core.history import PREVIOUS_ACTIONS
 from embodied_ppo.core.recurrent_state import MEMORY, START
 from embodied_ppo.core.types import MEAN_SHIFT, Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
+from embodied_ppo.policies import backbone
 from embodied_ppo.policies import distributions as dist
-from embodied_ppo.policies.backbone import (
-    DefaultTrunk,
-    Encoder,
-    OwnTrunk,
-    linear,
-    make_trunk,
-    select_specs,
-    split_parameters,
-)
+from embodied_ppo.policies.backbone import DefaultTrunk, OwnTrunk, make_trunk, split_parameters
 from embodied_ppo.policies.composite_actions import CompositeActions
 from embodied_ppo.policies.popart import TASK_INPUT, PopArt
 from embodied_ppo.policies.recurrent import RecurrentLayer
@@ -110,11 +103,11 @@ class ActorCritic(nn.Module):
         self.log_std_range = (config.min_log_std, config.max_log_std)
         actor_spec, critic_spec = _split_observations(obs_spec, config)
         has_critic = critic_spec is not None
-        self.encoder = Encoder(actor_spec, config)
+        self.encoder = backbone.Encoder(actor_spec, config)
         units = 0 if config.recurrent is None else config.recurrent_size
         self.trunk = make_trunk(self.encoder, config, recurrent=units)
         # Inputs of ``value_trunk``; None: use those of the actor.
-        self.critic_encoder = Encoder(critic_spec, config) if critic_spec else None
+        self.critic_encoder = backbone.Encoder(critic_spec, config) if critic_spec else None
         self.recurrent = _make_recurrent(config, self.trunk)
         features = self.trunk.features
         own_trunk = has_critic and (self.critic_encoder is not None or not config.shared_backbone)
@@ -141,12 +134,12 @@ class ActorCritic(nn.Module):
         # One output for each logit, and one or two for each number.
         two = self.state_dependent_std or self.is_beta
         outputs = size + self.numbers if two else size
-        self.policy_head = linear(features, outputs, POLICY_GAIN)
+        self.policy_head = backbone.linear(features, outputs, POLICY_GAIN)
         self.value_head = None
         if has_critic:
             features = (self.value_trunk or self.trunk).features
             values = values if popart is None else popart.tasks
-            self.value_head = linear(features, values, 1.0)
+            self.value_head = backbone.linear(features, values, 1.0)
         else:
             critic = ("critic_encoder.", "value_trunk.", "value_recurrent.", "value_head.")
             self.unused_weights = (*critic, "popart.")
@@ -467,9 +460,9 @@ def _split_observations(
     if config.actor_obs is None or config.critic_obs is None:
         return spec, {}
     actions = (PREVIOUS_ACTIONS,) if config.history > 1 else ()
-    actor = select_specs(spec, (*config.actor_obs, *actions), "model.actor_obs")
+    actor = backbone.select_specs(spec, (*config.actor_obs, *actions), "model.actor_obs")
     try:
-        critic = select_specs(spec, (*config.critic_obs, *actions), "model.critic_obs")
+        critic = backbone.select_specs(spec, (*config.critic_obs, *actions), "model.critic_obs")
     except ConfigError:
         return actor, None
     if config.shared_backbone:

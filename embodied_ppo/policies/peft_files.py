@@ -24,12 +24,8 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import CheckpointError, ConfigError, show
-from embodied_ppo.policies.checkpoint_files import (
-    check_supported,
-    config_errors,
-    copy_permissions,
-    read_json,
-)
+from embodied_ppo.policies import checkpoint_files
+from embodied_ppo.policies.checkpoint_files import check_supported, config_errors, read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."  # path of the publisher's model in the ``PeftModel`` that wraps it
@@ -105,7 +101,7 @@ def save(
     )
     tensors = {PREFIX + name: x.detach().contiguous() for name, x in parameters.items()}
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
-    copy_permissions(out)
+    checkpoint_files.copy_permissions(out)
 
 
 @torch.no_grad()

@@ -19,13 +19,9 @@ from torch import nn
 
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.random import sampling_key
+from embodied_ppo.cluster import remote_models
 from embodied_ppo.cluster.channels import Exchange, Server
-from embodied_ppo.cluster.remote_models import (
-    ModelService,
-    RemoteCritic,
-    RemoteGraders,
-    RemoteReference,
-)
+from embodied_ppo.cluster.remote_models import RemoteCritic, RemoteGraders, RemoteReference
 from embodied_ppo.cluster.worker import Worker, WorkerSpec, broadcast_weights
 from embodied_ppo.core import compile
 from embodied_ppo.core.collectives import Ranks
@@ -108,7 +104,7 @@ def build(
     # Reply to the requests of processes without these models.
     server = None
     if exchange is not None:
-        services = ModelService(
+        services = remote_models.ModelService(
             device=spec.device,
             graders=graders,
             prompts=inputs.prompts,

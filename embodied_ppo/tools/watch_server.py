@@ -23,14 +23,8 @@ from embodied_ppo.core import guarded_files
 from embodied_ppo.core.errors import CheckpointError, UsageError
 from embodied_ppo.options import loader
 from embodied_ppo.tools import generations_page
-from embodied_ppo.training import generations, health
-from embodied_ppo.training.run_files import (
-    MESSAGE,
-    METRICS,
-    differing_options,
-    find_runs,
-    read_parent,
-)
+from embodied_ppo.training import generations, health, run_files
+from embodied_ppo.training.run_files import MESSAGE, METRICS, find_runs
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 4 << 20  # bytes of metrics.jsonl in one response; a longer line is skipped
@@ -125,7 +119,7 @@ def branches(runs: Mapping[str, Path]) -> dict[str, dict[str, Any] | None]:
     for run, folder in runs.items():
         found[run] = None
         with contextlib.suppress(CheckpointError):  # damaged
-            if parent := read_parent(folder, follow_links=False):
+            if parent := run_files.read_parent(folder, follow_links=False):
                 path, options = parent.path(folder), parent.options.items()
                 place = {"run": path and names.get(path), "name": Path(parent.run).name}
                 changed = [[name, show(a), show(b)] for name, (a, b) in options]
@@ -263,7 +257,7 @@ def differences(runs: Sequence[Path]) -> list[dict[str, Any]]:
             content = loader.read_yaml(run / "config.yaml", limit=MAX_FILE_SIZE, follow_links=False)
         flat = loader.flat(content if isinstance(content, dict) else {})
         options.append({name: show(x) for name, x in flat.items() if name not in RUN_OPTIONS})
-    return differing_options(options)
+    return run_files.differing_options(options)
 
 
 # --------------------------------------------------------------------------------------- server

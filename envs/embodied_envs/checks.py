@@ -10,19 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from embodied_envs import types
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
-from embodied_envs.types import (
-    ArraySpec,
-    Box,
-    Composite,
-    Discrete,
-    Obs,
-    Step,
-    VectorEnv,
-    choices_of,
-)
+from embodied_envs.types import ArraySpec, Box, Composite, Discrete, Obs, Step, VectorEnv
 
 Factory = Callable[[list[int]], VectorEnv]
 
@@ -131,7 +123,7 @@ _ATTRIBUTES = ("id", "num_envs", "obs_spec", "action_spec", "max_episode_steps",
 
 def _random_actions(env: VectorEnv, steps: int) -> list[Tensor]:
     """Return ``steps`` reproducible actions; numbers are in [-1, 1]."""
-    choices = torch.tensor(choices_of(env.action_spec), dtype=torch.float32)
+    choices = torch.tensor(types.choices_of(env.action_spec), dtype=torch.float32)
     size = 1 if isinstance(env.action_spec, Discrete) else env.action_spec.size
     u = torch.rand(steps, env.num_envs, size, generator=torch.Generator().manual_seed(0))
     chosen, numbers = (u[..., : len(choices)] * choices).floor(), 2 * u[..., len(choices) :] - 1

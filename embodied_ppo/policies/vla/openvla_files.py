@@ -17,14 +17,8 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError, choose, show
-from embodied_ppo.policies import peft_files
-from embodied_ppo.policies.checkpoint_files import (
-    SentencePiece,
-    check_supported,
-    config_errors,
-    import_transformers,
-    read_json,
-)
+from embodied_ppo.policies import checkpoint_files, peft_files
+from embodied_ppo.policies.checkpoint_files import check_supported, config_errors, read_json
 from embodied_ppo.policies.vla import published_weights
 from embodied_ppo.policies.vla.openvla import DINO, MEANS, SIGLIP, OpenVLABody, OpenVLAConfig
 from embodied_ppo.policies.vla.published_weights import PublishedTensor, Targets
@@ -112,7 +106,7 @@ def tokenizer(path: str | Path) -> Callable[[str], Sequence[int]]:
     file = peft_files.locate(Path(path), "tokenizer.json")
     model = peft_files.locate(Path(path), "tokenizer.model")
     if not file.is_file() and model.is_file():
-        sentencepiece = SentencePiece(model.parent)
+        sentencepiece = checkpoint_files.SentencePiece(model.parent)
         return lambda text: sentencepiece(text).input_ids
     with config_errors(
         f"model.checkpoint={path}: {file.name} cannot be read (", "); download it again", kind=True
@@ -274,7 +268,7 @@ def load(
         ConfigError: A file is missing, damaged, or of another model.
     """
     folder, label = Path(path), f"model.checkpoint={path}"
-    import_transformers("OpenVLA")
+    checkpoint_files.import_transformers("OpenVLA")
     from transformers.initialization import no_init_weights
 
     _, raw = published_weights.read_kind(folder, policy)

@@ -35,17 +35,10 @@ from embodied_ppo.policies import lora
 from embodied_ppo.policies.backbone import VECTOR
 from embodied_ppo.policies.decoder import run_layer
 from embodied_ppo.policies.fusion import eagerly, normalise
-from embodied_ppo.policies.vla import pi0_files, vla_policy
+from embodied_ppo.policies.vla import pi0_files, prefix, vla_policy
 from embodied_ppo.policies.vla.flow_matching import Field, Flow, learned_log_std
 from embodied_ppo.policies.vla.pi0_files import Published, Statistics
-from embodied_ppo.policies.vla.prefix import (
-    PrefixCache,
-    TimeEncoding,
-    append_room,
-    apply_norm,
-    block,
-    positions,
-)
+from embodied_ppo.policies.vla.prefix import PrefixCache, TimeEncoding, apply_norm, positions
 from embodied_ppo.policies.vla.published_weights import PublishedTensor, Rename, save, substitute
 from embodied_ppo.policies.vla.trunk import WORDS, ObservationEncoder, pad_rows
 
@@ -218,7 +211,7 @@ class PI0Trunk(ObservationEncoder):
         language = self.vlm.language_model
         keys, values = [], []
         for layer in language.layers:
-            x, k, v = run_layer(self.checkpointing, layer, block, x, rotation, visible)
+            x, k, v = run_layer(self.checkpointing, layer, prefix.block, x, rotation, visible)
             keys.append(k)
             values.append(v)
         out = normalise(language.norm, x).float() * valid.unsqueeze(-1)
@@ -474,13 +467,13 @@ class PI0(Flow, lora.Adapted):
         if not self.keeps_features(len(inputs[WORDS])):
             return inputs
 
-        def prefix(part: dict[str, Tensor]) -> dict[str, Tensor]:
+        def prefix_of(part: dict[str, Tensor]) -> dict[str, Tensor]:
             result = self.encode_context(part)
             named = {KEYS: torch.stack(result.keys, 1), VALUES: torch.stack(result.values, 1)}
             named |= {VALID: result.valid, POOLED: result.pooled, VECTOR: result.state}
             return named if result.origin is None else named | {ORIGIN: result.origin}
 
-        return vla_policy.encode_in_parts(prefix, inputs, FROZEN_ROWS) or {}
+        return vla_policy.encode_in_parts(prefix_of, inputs, FROZEN_ROWS) or {}
 
     def encode_context(self, inputs: dict[str, Tensor]) -> PrefixCache:
         """See ``VLAPolicy.encode_context``."""
@@ -522,8 +515,8 @@ class PI0(Flow, lora.Adapted):
         keys = valid[:, None].expand(rows, size, -1)
         sharing = config.num_attention_heads // config.num_key_value_heads
         mask = torch.cat((keys, own.expand(rows, -1, -1)), dim=2).repeat(1, sharing, 1).unsqueeze(1)
-        prefix = zip(context.keys, context.values, strict=True)
-        return [(block, rotation, mask, append_room(*kv, size)) for kv in prefix]
+        pairs = zip(context.keys, context.values, strict=True)
+        return [(prefix.block, rotation, mask, prefix.append_room(*kv, size)) for kv in pairs]
 
     def embed_actions(
         self, context: PrefixCache, x: Tensor, tau: Tensor

@@ -22,25 +22,10 @@ from torch import Tensor, nn
 from embodied_envs.base.errors import ConfigError, show
 from embodied_ppo.options import openpi_configs
 from embodied_ppo.options.schema import ModelConfig
-from embodied_ppo.policies import peft_files
-from embodied_ppo.policies.checkpoint_files import (
-    check_supported,
-    config_errors,
-    import_transformers,
-    load_tokenizer,
-    read_json,
-)
-from embodied_ppo.policies.vla.published_weights import (
-    TABLES,
-    Patterns,
-    PublishedTensor,
-    Targets,
-    load,
-    patterns,
-    read_headers,
-    read_kind,
-    substitute,
-)
+from embodied_ppo.policies import checkpoint_files, peft_files
+from embodied_ppo.policies.checkpoint_files import config_errors, import_transformers, read_json
+from embodied_ppo.policies.vla import published_weights
+from embodied_ppo.policies.vla.published_weights import TABLES, Patterns, load, patterns, substitute
 
 # Tokens of a prompt after which lerobot and openpi cut it off, where config.json has no number.
 MAX_WORDS = {"pi0": 48, "pi05": 200}
@@ -158,10 +143,10 @@ class Published:
     modules: Patterns = MODULES
 
 
-def targets_of(model: nn.Module, patterns: Patterns) -> Targets:
+def targets_of(model: nn.Module, patterns: Patterns) -> published_weights.Targets:
     """Return the weights of a model by their names in the policy."""
     return {
-        substitute(name, patterns): PublishedTensor(tuple(x.shape), (x,))
+        substitute(name, patterns): published_weights.PublishedTensor(tuple(x.shape), (x,))
         for name, x in model.state_dict().items()
     }
 
@@ -202,7 +187,9 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
         if raw.get("model_type") == "pi0":
             return transformers.PI0Config.from_dict(raw)
         for name, value in VARIANTS.items():
-            check_supported(f"{label}: config.json has ", name, raw.get(name, value), value)
+            checkpoint_files.check_supported(
+                f"{label}: config.json has ", name, raw.get(name, value), value
+            )
         fields = lerobot_fields(raw) if "type" in raw else openpi_fields(raw)
         config = transformers.PI0Config(**fields)
         if "vlm_config" not in fields:
@@ -293,13 +280,13 @@ def read(
     from transformers.initialization import no_init_weights
 
     folder = Path(folder)
-    kind, raw = read_kind(folder, "flow")
+    kind, raw = published_weights.read_kind(folder, "flow")
     lerobot = "type" in raw
     for name, values in SUPPORTED.items() if lerobot else ():
         label = f"model.checkpoint={folder}: config.json has "
-        check_supported(label, name, raw.get(name, values[0]), *values)
+        checkpoint_files.check_supported(label, name, raw.get(name, values[0]), *values)
 
-    def build() -> tuple[Any, Targets]:
+    def build() -> tuple[Any, published_weights.Targets]:
         with no_init_weights():
             model = build_model(raw, folder)
         return model, targets_of(model, PARAMETERS)
@@ -442,7 +429,7 @@ def _clean(sentence: str) -> str:
 def _tokenizer(folder: Path, words: int, *, clean: bool) -> PromptTokenizer:
     """Load the tokenizer; see ``PromptTokenizer``."""
     file = peft_files.locate(folder, "tokenizer.json")
-    tokenizer = load_tokenizer(file.parent, "google/paligemma-3b-pt-224")
+    tokenizer = checkpoint_files.load_tokenizer(file.parent, "google/paligemma-3b-pt-224")
     if tokenizer.bos_token_id is None:
         raise ConfigError(
             f"model.checkpoint={folder}: its tokenizer has no begin of sequence; use PaliGemma's"
@@ -530,7 +517,7 @@ def _lerobot_pair(folder: Path, name: str, mode: str) -> tuple[Path | None, list
     feature = {"state": "observation.state", "action": "action"}[name]
     first, second = ENDS[mode]
     files = [*folder.glob("*normalizer_processor.safetensors"), *folder.glob("model*.safetensors")]
-    headers = read_headers(files)
+    headers = published_weights.read_headers(files)
     tail = f"buffer_{feature.replace('.', '_')}.{first}"
     for key in sorted(k for k in headers if k == f"{feature}.{first}" or k.endswith(tail)):
         other = key.removesuffix(first) + second

@@ -15,16 +15,10 @@ import torch
 from gymnasium.envs.registration import EnvSpec
 from torch import Tensor
 
+from embodied_envs.adapters import libero_task
 from embodied_envs.adapters.base import AdapterOptions
 from embodied_envs.adapters.gymnasium_env import GymnasiumEnv
-from embodied_envs.adapters.libero_task import (
-    CAMERAS,
-    drawn_task,
-    import_benchmark,
-    make_tasks,
-    package_folder,
-    read_scenes,
-)
+from embodied_envs.adapters.libero_task import CAMERAS, drawn_task, make_tasks, package_folder
 from embodied_envs.adapters.simulator_processes import discard_output
 from embodied_envs.adapters.user_code import wrap_errors
 from embodied_envs.base.errors import EnvError
@@ -143,7 +137,7 @@ class LiberoEnv(GymnasiumEnv):
                 "assets": str(assets),
                 "cameras": cameras,
                 "image_size": tuple(options.image_size),
-                "scenes": read_scenes(suite, used, assets),
+                "scenes": libero_task.read_scenes(suite, used, assets),
                 **kwargs,
             },
         )
@@ -195,7 +189,7 @@ def _tasks(id: str, assets: Path) -> tuple[list[str], list[str]]:
     """Return names and instructions of a suite's tasks, in the benchmark's order."""
     hint = "install it with scripts/constraints-libero.txt, and uninstall torchvision"
     with wrap_errors(f"env.id={id}: hf-libero cannot be imported (", f"); {hint}"):
-        benchmark = import_benchmark(id, assets)
+        benchmark = libero_task.import_benchmark(id, assets)
     with discard_output(stderr=True):
         suite = benchmark.get_benchmark_dict()[id.removeprefix("libero/")]()
     tasks = [suite.get_task(i) for i in range(suite.n_tasks)]

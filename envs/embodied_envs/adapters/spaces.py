@@ -14,20 +14,12 @@ import torch
 from gymnasium import spaces
 from torch import Tensor
 
+from embodied_envs import types
 from embodied_envs.adapters.actions import mapper
 from embodied_envs.base import images
 from embodied_envs.base.errors import EnvError, choose, show
 from embodied_envs.base.observation_names import ACTION_MASK, names_observation
-from embodied_envs.types import (
-    COARSE,
-    ActionSpec,
-    ArraySpec,
-    Box,
-    Composite,
-    Discrete,
-    Obs,
-    ObsSpec,
-)
+from embodied_envs.types import ActionSpec, ArraySpec, Box, Composite, Discrete, Obs, ObsSpec
 
 Leaf = Callable[[Any], Tensor]
 # Names of observations of simulation only: privileged_state (Playground), critic (Isaac Lab).
@@ -427,7 +419,7 @@ def _leaf(
         if is_bytes and image_layout is None:
             image = None  # as the spec itself decides
         integers = np.issubdtype(space.dtype, np.integer)
-        limit = 2**24 if integers else COARSE if space.dtype == np.float64 else np.inf
+        limit = 2**24 if integers else types.COARSE if space.dtype == np.float64 else np.inf
         is_wide = keep_float64 and image is None and max(abs(low), abs(high)) > limit
         dtype = torch.float64 if is_wide else dtype
         spec = ArraySpec(shape or (1,), dtype, image)
@@ -452,7 +444,7 @@ def _range(space: Any) -> tuple[float, float]:
 def _keep_large(x: np.ndarray) -> Tensor:
     """Convert to float64; numbers below COARSE are those of float32, as in other observations."""
     y = np.array(x, dtype=np.float64).reshape(len(x), *np.shape(x)[1:] or (1,))
-    return torch.from_numpy(np.where(np.abs(y) < COARSE, y.astype(np.float32), y))
+    return torch.from_numpy(np.where(np.abs(y) < types.COARSE, y.astype(np.float32), y))
 
 
 def _copied(x: np.ndarray) -> Tensor:

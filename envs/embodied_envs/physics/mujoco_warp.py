@@ -23,16 +23,11 @@ from torch import Tensor
 
 from embodied_envs.base import compilation, random, tree
 from embodied_envs.base.errors import EnvError
-from embodied_envs.physics import warp_kernels
+from embodied_envs.physics import warp_kernels, warp_model
 from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
 from embodied_envs.physics.domain_randomization import Randomization, model_field
 from embodied_envs.physics.engine import STATE_FIELDS, T
-from embodied_envs.physics.warp_model import (
-    adapt_model,
-    capacity_message,
-    default_capacities,
-    resolve_devices,
-)
+from embodied_envs.physics.warp_model import adapt_model, capacity_message, resolve_devices
 
 # Types of devices on which the functions of ``WarpPhysics.fuse`` are compiled.
 FUSED_DEVICES = ("cuda",)
@@ -118,7 +113,7 @@ class WarpPhysics:
         self.random_size, self.stage, self.num_envs = randomization.size, stage, num_envs
         self._graphs: dict[Hashable, Any] = {}
         self._streams: dict[int, Any] = {}
-        contacts, rows = default_capacities(self.model)
+        contacts, rows = warp_model.default_capacities(self.model)
         self._nconmax, self._njmax = nconmax or contacts, njmax or rows
         with wp.ScopedDevice(self._warp_device):
             self._allocate()
