@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from embodied_envs.types import EnvInfo
+from embodied_envs.types import EnvInfo, Say
 from embodied_ppo.cluster import ray_worker
 from embodied_ppo.cluster.ray_reservation import START_TIMEOUT_S, Reservation
 from embodied_ppo.cluster.worker import Worker, WorkerSpec
@@ -26,9 +26,7 @@ CLOSE_TIMEOUT_S = 3.0  # time limit for processes to close what they hold, secon
 class ClusterProcesses:
     """Starts and ends the processes of a plan; computes which of them serve requests of others."""
 
-    def __init__(
-        self, plan: Plan, options: ClusterConfig, threads: int, notice: Callable[[str], None]
-    ) -> None:
+    def __init__(self, plan: Plan, options: ClusterConfig, threads: int, notice: Say) -> None:
         """Reserve the devices and start the processes, which build no worker yet.
 
         Args:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import ConfigError
+from embodied_envs.types import Say
 
 # Environment variable with the index of the device that MuJoCo's EGL renderer uses.
 EGL_VARIABLE = "MUJOCO_EGL_DEVICE_ID"
@@ -84,7 +85,7 @@ def egl_device_count() -> int:
     return count.value if query(0, None, ctypes.byref(count)) else 0
 
 
-def select_egl_device(device: torch.device, notice: Callable[[str], None]) -> None:
+def select_egl_device(device: torch.device, notice: Say) -> None:
     """Have MuJoCo render on the process's GPU; call this before the first image.
 
     A value that the user has set is kept.
@@ -120,9 +121,7 @@ def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
     return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
-def select_device(
-    name: str, threads: int, *, notice: Callable[[str], None] = lambda line: None
-) -> torch.device:
+def select_device(name: str, threads: int, *, notice: Say = lambda line: None) -> torch.device:
     """Return the device of the option ``device``, and set the number of torch's threads.
 
     A CUDA device becomes the current one, and the one that MuJoCo renders on.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from embodied_envs.base.errors import ConfigError, EnvError, TrainingError, one_line, show
+from embodied_envs.types import Say
 from embodied_ppo.core import compile, guarded_files
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.data import dataset_folder, episode_images
@@ -36,9 +37,7 @@ REQUEST = "meta/embodied_ppo.json"
 
 
 def demonstrations(
-    config: Config,
-    notice: Callable[[str], None],
-    advance: ProgressCallback = lambda task, completed, total: None,
+    config: Config, notice: Say, advance: ProgressCallback = lambda task, completed, total: None
 ) -> Path:
     """Return the folder of the demonstrations for ``config.cloning``; record missing ones.
 
@@ -98,7 +97,7 @@ def recording_env(config: DemosConfig) -> EnvConfig:
 
 def record(
     config: DemosConfig,
-    notice: Callable[[str], None],
+    notice: Say,
     advance: Callable[[int, int], None] = lambda done, total: None,
     atomic: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, Any]:
@@ -226,7 +225,7 @@ def _check_request(config: DemosConfig, *, exists: bool) -> None:
 def clone(
     policy: behavior_cloning.Family,
     config: Config,
-    notice: Callable[[str], None],
+    notice: Say,
     advance: ProgressCallback = lambda task, completed, total: None,
     *,
     rate: float | None = None,

@@ -6,7 +6,6 @@ them once; ``GuidedPolicy`` divides them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,7 @@ from embodied_envs.adapters.spaces import is_privileged
 from embodied_envs.base.errors import ConfigError, show
 from embodied_envs.base.observation_names import names_observation
 from embodied_envs.task_files import TaskFiles
-from embodied_envs.types import EnvInfo, ObsSpec, VectorEnv
+from embodied_envs.types import EnvInfo, ObsSpec, Say, VectorEnv
 from embodied_ppo.core.history import PREVIOUS_ACTIONS
 from embodied_ppo.imitation.distillation import GuidedPolicy, Selection, executed_bounds
 from embodied_ppo.options.schema import Config, EnvConfig
@@ -100,11 +99,7 @@ class Distillation:
 
 
 def prepare(
-    config: Config,
-    teacher: TrainedRun,
-    task: TaskFiles | None,
-    device: torch.device,
-    notice: Callable[[str], None],
+    config: Config, teacher: TrainedRun, task: TaskFiles | None, device: torch.device, notice: Say
 ) -> Distillation:
     """Return the teacher and the simulators of a distillation.
 

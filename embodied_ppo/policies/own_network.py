@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from embodied_envs.base.errors import ConfigError, choose, one_line, show
+from embodied_envs.types import Say
 from embodied_ppo.core import guarded_files
 
 FOLDER = "network"  # Folder of the copies in a run directory. The name of a copy is its hash.
-# Reports a line to the user.
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import yaml
 from embodied_envs import task_files
 from embodied_envs.base.errors import CheckpointError, ConfigError, show
 from embodied_envs.task_files import TaskFiles
+from embodied_envs.types import Say
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.core import guarded_files
 from embodied_ppo.core.devices import select_device
@@ -28,8 +29,6 @@ from embodied_ppo.training import checkpoint, run_directory
 from embodied_ppo.training.run_files import Parent
 from embodied_ppo.training.run_system import Records
 from embodied_ppo.training.trained_run import TrainedRun, open_run
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

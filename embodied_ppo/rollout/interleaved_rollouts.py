@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from embodied_envs.base import tree
+from embodied_envs.types import Say
 from embodied_ppo.core.types import add_metrics
 from embodied_ppo.rollout.simulation import Experience, Rollout, collect_passes
 
@@ -52,9 +53,7 @@ class InterleavedRollouts:
         """Return the state of every stage."""
         return {"stages": [r.state() for r in self.rollouts]}
 
-    def load_state(
-        self, state: Mapping[str, Any], *, notice: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def load_state(self, state: Mapping[str, Any], *, notice: Say = lambda text: None) -> None:
         """Continue from ``state`` of as many stages."""
         for r, s in zip(self.rollouts, state["stages"], strict=True):
             r.load_state(s, notice=notice)

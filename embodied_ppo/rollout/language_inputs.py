@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from embodied_envs.base.errors import ConfigError, show
 from embodied_envs.base.host_memory import keep_freed_memory
+from embodied_envs.types import Say
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.data.prompt_rows import files_of
 from embodied_ppo.data.prompts import Prompt, load_prompts, load_tokenizer, task_prompts
@@ -30,9 +31,7 @@ def make_tokenizer(config: Config) -> Any:
     return load_tokenizer(config.actor.tokenizer or config.actor.model.path or "")
 
 
-def read_prompts(
-    config: Config, tokenizer: Any, say: Callable[[str], None]
-) -> tuple[list[Prompt], list[Prompt]]:
+def read_prompts(config: Config, tokenizer: Any, say: Say) -> tuple[list[Prompt], list[Prompt]]:
     """Return the prompts to train on, and the held-out ones.
 
     Args:
@@ -58,11 +57,7 @@ def read_prompts(
 
 
 def read_files(
-    config: Config,
-    files: Sequence[str] | Mapping[str, float],
-    tokenizer: Any,
-    say: Callable[[str], None],
-    path: str,
+    config: Config, files: Sequence[str] | Mapping[str, float], tokenizer: Any, say: Say, path: str
 ) -> list[Prompt]:
     """Return the prompts of data files up to algorithm.prompt_length.
 
@@ -213,7 +208,7 @@ class Inputs:
         )
 
 
-def read_inputs(config: Config, device: torch.device, say: Callable[[str], None]) -> Inputs:
+def read_inputs(config: Config, device: torch.device, say: Say) -> Inputs:
     """Read tokenizer, prompts and the actor's model, before its warm start.
 
     Args:

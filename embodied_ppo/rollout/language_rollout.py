@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from embodied_envs.base.random import sampling_key
+from embodied_envs.types import Say
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.devices import upload
 from embodied_ppo.core.errors import RunRefused
@@ -100,7 +101,7 @@ class ReasoningRollout:
         reward_groups: Sequence[RewardGroup] = (),
         recorded_terms: Sequence[str] | None = None,
         ranks: Ranks | None = None,
-        notice: Callable[[str], None] = lambda text: None,
+        notice: Say = lambda text: None,
     ) -> None:
         """Create a rollout.
 
@@ -397,9 +398,7 @@ class ReasoningRollout:
         """Return the position in the data. Everything else depends on seed and update only."""
         return {"sampler": self.sampler.state()}
 
-    def load_state(
-        self, state: Mapping[str, Any], notice: Callable[[str], None] = lambda text: None
-    ) -> None:
+    def load_state(self, state: Mapping[str, Any], notice: Say = lambda text: None) -> None:
         """Continue from ``state()``; raise ConfigError if it belongs to other data."""
         self.sampler.load_state(state["sampler"])
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from embodied_envs.base import watchdog
+from embodied_envs.types import Say
 from embodied_ppo.core import compile
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.training.logging import LINE_EVERY_S, Timer, shows_bars, start_bar
@@ -177,9 +178,7 @@ class Messages:
     """Lines for the user; those before the log is open are kept and then written to it."""
 
     def __init__(
-        self,
-        show: Callable[[str], None],
-        advance: ProgressCallback = lambda task, completed, total: None,
+        self, show: Say, advance: ProgressCallback = lambda task, completed, total: None
     ) -> None:
         """Create an empty list of lines.
 
@@ -189,7 +188,7 @@ class Messages:
         """
         self.advance = advance
         self._show = show
-        self._say: Callable[[str], None] | None = None
+        self._say: Say | None = None
         # Lines before the log is open, and whether they were shown.
         self._kept: list[tuple[str, bool]] = []
         self._notices: set[str] = set()
@@ -215,7 +214,7 @@ class Messages:
         self._kept.append((line, True))
         self._show(line)
 
-    def open(self, say: Callable[[str], None], note: Callable[[str], None] | None = None) -> None:
+    def open(self, say: Say, note: Say | None = None) -> None:
         """Write the lines so far to the log, and all further ones.
 
         Args:

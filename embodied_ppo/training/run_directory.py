@@ -25,6 +25,7 @@ import torch
 
 from embodied_envs.base import watchdog
 from embodied_envs.base.errors import ConfigError, join_names, show, show_path
+from embodied_envs.types import Say
 from embodied_ppo.core import guarded_files
 from embodied_ppo.core.version import __version__
 from embodied_ppo.options import loader
@@ -116,7 +117,7 @@ def new_run_dir(config: Config) -> Path:
     return Path("runs") / config.name / f"{stamp}-{config.seed}"
 
 
-def locate(config: Config, say: Callable[[str], None]) -> tuple[Path, str | None]:
+def locate(config: Config, say: Say) -> tuple[Path, str | None]:
     """Return the run directory and the checkpoint to resume.
 
     Args:
@@ -270,11 +271,7 @@ def check_fixed_options(config: Config, trained: Config) -> None:
 
 
 def check_resume(
-    config: Config,
-    source: checkpoint.Checkpoint,
-    updates: int,
-    device: torch.device,
-    say: Callable[[str], None],
+    config: Config, source: checkpoint.Checkpoint, updates: int, device: torch.device, say: Say
 ) -> None:
     """Report the options that differ from the checkpoint's and may change results.
 
@@ -318,7 +315,7 @@ def check_resume(
 
 
 @contextmanager
-def claimed(config: Config, say: Callable[[str], None]) -> Iterator[tuple[Path, str | None]]:
+def claimed(config: Config, say: Say) -> Iterator[tuple[Path, str | None]]:
     """Lock the run directory, then yield the result of ``locate``.
 
     It is computed again under the lock, because another process may have trained in the directory

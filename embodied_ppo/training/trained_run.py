@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
 
+from embodied_envs.types import Say
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config, ModelConfig
 from embodied_ppo.policies import own_network
@@ -29,7 +29,7 @@ class TrainedRun:
     config: Config
     source: checkpoint.Checkpoint
     run_dir: Path
-    say: Callable[[str], None]
+    say: Say
 
     def load_weights(self, policy: nn.Module) -> None:
         """Load the weights of the checkpoint into ``policy``. Raises CheckpointError."""
@@ -55,9 +55,7 @@ class TrainedRun:
         return replace(model, network=network.spec)
 
 
-def open_run(
-    path: str, option: str = "checkpoint", *, say: Callable[[str], None] = lambda line: None
-) -> TrainedRun:
+def open_run(path: str, option: str = "checkpoint", *, say: Say = lambda line: None) -> TrainedRun:
     """Return a verified checkpoint with its run.
 
     Args:
@@ -80,7 +78,7 @@ MODEL = "config.json"  # a directory with this file is a model as transformers w
 
 
 def open_evaluated(
-    path: str, option: str = "checkpoint", *, say: Callable[[str], None] = lambda line: None
+    path: str, option: str = "checkpoint", *, say: Say = lambda line: None
 ) -> TrainedRun:
     """Return what ``open_run`` returns, also for the directory of a language model.
 

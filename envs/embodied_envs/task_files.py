@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,6 +21,7 @@ from unittest import mock
 from embodied_envs import tasks
 from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, join_names
 from embodied_envs.file_references import files_named_in_source, files_named_in_xml, imports
+from embodied_envs.types import Say
 
 # Limit of all copies in a run directory, bytes. Sources and XML are copied first; the files beyond
 # it only have a hash.
@@ -30,9 +31,6 @@ MAX_HASHED_BYTES = 256 << 20
 # Limit of the number of files of one task.
 MAX_FILES = 2000
 MANIFEST = "manifest.json"
-
-# Reports a line to the user.
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from embodied_envs.base.observation_names import ACTION_MASK
 
 # One tensor, or a flat dictionary of tensors, with equal leading dimensions.
 Obs: TypeAlias = "Tensor | dict[str, Tensor]"
+# Reports a line to the user.
+Say: TypeAlias = Callable[[str], None]
 # Value of ``max_episode_steps`` for episodes without a time limit.
 NO_LIMIT = 2**31 - 1
 # Magnitude above which neighbours in float32 are more than 0.001 apart. Observations in float64

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from embodied_envs.base.errors import ConfigError
+from embodied_envs.types import Say
 from embodied_ppo.data import synthetic_tasks
 from embodied_ppo.options.schema import RewardTermConfig
 from embodied_ppo.rollout.language_inputs import Inputs
@@ -19,9 +19,7 @@ from embodied_ppo.rollout.rewards.reward_terms import RewardTerm, RewardTerms
 from embodied_ppo.rollout.rewards.worker_pool import GraderPool
 
 
-def make_reward(
-    inputs: Inputs, device: torch.device, stack: ExitStack, notice: Callable[[str], None]
-) -> RewardTerms:
+def make_reward(inputs: Inputs, device: torch.device, stack: ExitStack, notice: Say) -> RewardTerms:
     """Return the terms of the reward of responses.
 
     Args:

@@ -19,7 +19,7 @@ import copy
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +31,7 @@ from embodied_envs.base import tree
 from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, choose, one_line
 from embodied_envs.base.observation_names import INSTRUCTION
 from embodied_envs.env_server import listen, pack, unpack
-from embodied_envs.types import Box, Discrete
+from embodied_envs.types import Box, Discrete, Say
 from embodied_ppo.core.version import __version__
 from embodied_ppo.evaluation.episodes import policy_device, set_instructions
 from embodied_ppo.evaluation.trained_policy import TrainedPolicy
@@ -169,9 +169,7 @@ class Served:
 
 
 # ------------------------------------------------------------------------------------------ server
-def serve(
-    policy: Served, *, host: str, port: int, say: Callable[[str], None]
-) -> AbstractContextManager[Any]:
+def serve(policy: Served, *, host: str, port: int, say: Say) -> AbstractContextManager[Any]:
     """Return the server of a policy, which answers until the block ends.
 
     Several clients are answered one after the other; each has its own memory.

@@ -7,7 +7,7 @@ import copy
 import itertools
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pprint import pformat
 from typing import Any
@@ -16,6 +16,7 @@ import mujoco
 import numpy as np
 
 from embodied_envs.base.errors import ConfigError, one_line
+from embodied_envs.types import Say
 from embodied_ppo.options.schema import RealismConfig
 from embodied_ppo.tools.deploy import run_policy
 from embodied_ppo.tools.task_generator import source_templates
@@ -190,9 +191,7 @@ def measure(
         raise ConfigError(f"{hint}: observe() has other values of {', '.join(names)}")
 
 
-def write_files(
-    info: Mapping[str, Any], simulator: Any, out: Path, say: Callable[[str], None]
-) -> None:
+def write_files(info: Mapping[str, Any], simulator: Any, out: Path, say: Say) -> None:
     """Write the files that run the policy on a robot; ``say`` reports a missing scene."""
     for name in FILES:
         shutil.copyfile(Path(__file__).parent / name, out / name)
