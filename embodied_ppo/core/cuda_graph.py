@@ -43,11 +43,7 @@ def _recording_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def record_graph(
-    program: Callable[[], T],
-    device: torch.device,
-    *,
-    warm_up: Callable[[], object],
-    pool: Any = None,
+    program: Callable[[], T], device: torch.device, *, warm_up: Callable[[], Any], pool: Any = None
 ) -> tuple[torch.cuda.CUDAGraph, T]:
     """Record a program as a CUDA graph.
 

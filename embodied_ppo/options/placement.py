@@ -37,10 +37,7 @@ MAX_PROCESSES_PER_DEVICE = 1024
 MAX_DEVICES = 16384  # maximum number of devices of all machines
 
 # Role -> roles that it sends requests to: calls within a process, messages between processes.
-REQUESTS: dict[str, tuple[str, ...]] = {
-    "rollout": ("env", "reward"),
-    "actor": ("critic", "reference"),
-}
+REQUESTS = {"rollout": ("env", "reward"), "actor": ("critic", "reference")}
 
 # What a process has on its device: nothing; the weights; also optimiser state and gradients.
 OFFLOADED, WEIGHTS, ALL = 0, 1, 2

@@ -25,15 +25,8 @@ from embodied_ppo.policies.vla.pi0 import PI0
 from embodied_ppo.policies.vla.pretrained import CheckpointVLA, RegressionVLA
 from embodied_ppo.policies.vla.published_weights import read_kind
 
-FAMILIES: dict[str, type[TokenVLA] | type[FlowVLA] | type[GaussianVLA]] = {
-    "token": TokenVLA,
-    "flow": FlowVLA,
-    "gaussian": GaussianVLA,
-}
-OPENVLA: dict[str, type[CheckpointVLA] | type[RegressionVLA]] = {
-    "token": CheckpointVLA,
-    "gaussian": RegressionVLA,
-}
+FAMILIES = {"token": TokenVLA, "flow": FlowVLA, "gaussian": GaussianVLA}
+OPENVLA = {"token": CheckpointVLA, "gaussian": RegressionVLA}
 
 CONSTANTS_SHOWN = 8  # constant inputs that a line and a report name
 Family: TypeAlias = "TokenVLA | FlowVLA | GaussianVLA | PI0 | CheckpointVLA | RegressionVLA"

@@ -151,10 +151,8 @@ class LearnerState:
         if not isinstance(self.critic, SharedCritic):
             # None shows on resume that the checkpoint has no critic, see ``load_state``.
             empty = {"critic": None, "critic_weights": None}
-            optimizer = {
-                "actor": optimizer,
-                **(empty if self.critic is None else self.critic.state()),
-            }
+            critic = empty if self.critic is None else self.critic.state()
+            optimizer = {"actor": optimizer, **critic}
         others = [scaler.state_dict() for scaler in self.returns[1:]]
         return optimizer | {
             "returns": self.returns[0].state_dict(),
