@@ -11,18 +11,13 @@ from typing import Any
 import torch
 
 from embodied_envs import tasks
-from embodied_envs.adapters import (
-    envpool_env,
-    gymnasium_env,
-    interfaces,
-    language_env,
-    libero_env,
-    mjlab_env,
-    realistic_env,
-    spaces,
-)
+from embodied_envs.adapters import envpool_env, gymnasium_env, language_env, realistic_env
 from embodied_envs.adapters.action_chunking import ChunkedActions
 from embodied_envs.adapters.base import AdapterOptions
+from embodied_envs.adapters.interfaces import make as make_by_interface
+from embodied_envs.adapters.libero_env import LiberoEnv
+from embodied_envs.adapters.mjlab_env import MjlabEnv
+from embodied_envs.adapters.spaces import check_seeds
 from embodied_envs.adapters.user_code import copy_arrays, named_object
 from embodied_envs.base.errors import EnvError, check_choice, check_count
 from embodied_envs.engines import simulator_of
@@ -125,7 +120,7 @@ def make(
         torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise EnvError(f"env.id={id}: device={device!r}: use cpu, cuda or cuda:N") from error
-    spaces.check_seeds(id, seeds, num_envs)
+    check_seeds(id, seeds, num_envs)
     if ranges and not randomize:
         raise EnvError(f"env.id={id}: ranges={dict(ranges)} have no effect without randomize=true")
     env = _make_env(id, simulator, options)
@@ -200,7 +195,7 @@ def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
         raise EnvError(f"remove num_threads={threads}: env.id={id} is not of EnvPool or our own")
     match engine:
         case "libero":
-            return libero_env.LiberoEnv(id, options)
+            return LiberoEnv(id, options)
         case "remote":
             try:
                 from embodied_envs.adapters import remote_env  # needs packages of its own
@@ -212,13 +207,13 @@ def _make_env(id: str, simulator: str, options: AdapterOptions) -> VectorEnv:
         case "simpler" | "robocasa" | "robotwin" | "calvin" | "maniskill":
             return language_env.make(id, engine, options)
         case "mjlab":
-            return mjlab_env.MjlabEnv(id, options)
+            return MjlabEnv(id, options)
         case "envpool" if ":" not in id and envpool_env.has_task(id):
             return envpool_env.EnvPoolEnv(id, options)
         case "gymnasium" if gymnasium_env.has_task(id):
             return gymnasium_env.GymnasiumEnv(id, options)
         case "gymnasium" | "torch" if (target := named_object(id)) is not None:
-            return interfaces.make(id, target, options, tensors=simulator == "torch")
+            return make_by_interface(id, target, options, tensors=simulator == "torch")
     raise _unknown_task(id, simulator)
 
 

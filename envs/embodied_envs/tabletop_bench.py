@@ -103,12 +103,8 @@ BenchPolicy: TypeAlias = Callable[[Observation], Any]
 def task_kwargs(measurement: str = "train", obs: str = "language") -> dict[str, Any]:
     """Return the arguments of Tabletop for "train" or for one of MEASUREMENTS."""
     c = CONDITIONS["train"] if measurement == "train" else MEASUREMENTS[measurement]
-    return {
-        "families": list(c.families),
-        "split": c.split,
-        "obs": obs,
-        "unseen_colour": UNSEEN_COLOUR,
-    }
+    families, split = list(c.families), c.split
+    return {"families": families, "split": split, "obs": obs, "unseen_colour": UNSEEN_COLOUR}
 
 
 def make_env(

@@ -166,9 +166,8 @@ def starts(step: Step) -> Tensor:
     A simulator that resets on the next step first returns the last observation of the episode
     again. Its new episode begins after the masked step.
     """
-    if step.final_obs is None:
-        return ~step.mask
-    return step.terminated | step.truncated | ~step.mask
+    resets_later = step.final_obs is None
+    return ~step.mask if resets_later else step.terminated | step.truncated | ~step.mask
 
 
 # --------------------------------------------------------------------------------------- simulators

@@ -75,6 +75,5 @@ def copy_arrays(value: Any) -> Any:
         return value.clone()
     if isinstance(value, dict):
         return {name: copy_arrays(x) for name, x in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(copy_arrays(x) for x in value)
-    return value
+    is_list = type(value) in (list, tuple)
+    return type(value)(copy_arrays(x) for x in value) if is_list else value

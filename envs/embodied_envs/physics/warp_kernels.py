@@ -65,16 +65,13 @@ def _mix(z: wp.uint64) -> wp.uint64:
 
 @wp.kernel(enable_backward=False)
 def uniform(
-    stream_key: wp.uint64,
-    seed: wp.array[wp.int64],
-    count: wp.array[wp.int64],
-    out: wp.array2d[float],
+    stream: wp.uint64, seed: wp.array[wp.int64], count: wp.array[wp.int64], out: wp.array2d[float]
 ):
     """Set out[n, i] to number i of (seed[n], stream, count[n]) in [0, 1), of 24 random bits.
 
     The numbers are those of ``base.random.uniform`` in float32.
     """
     n, i = wp.tid()
-    key = _mix(wp.uint64(seed[n]) * _SEED + stream_key) + wp.uint64(count[n]) * _COUNT
+    key = _mix(wp.uint64(seed[n]) * _SEED + stream) + wp.uint64(count[n]) * _COUNT
     bits = _mix(_mix(key) + wp.uint64(i) * _INDEX)
     out[n, i] = float(bits >> wp.uint64(40)) * _RESOLUTION
