@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import mujoco
 import numpy as np
 import yaml
+from mujoco import minimize
 
 from embodied_envs.base.errors import EnvError
 from embodied_envs.robots.pick import find_gripper
@@ -22,6 +24,7 @@ TORQUE = -0.22
 GAIT_HZ = 1.5  # steps per second of each foot of a biped
 # Largest distance of the target from home in x, y and z, m; of an arm at most 0.3 lengths.
 HALF_RANGE_M = {"hover": 1.0, "reach": 0.2, "pick": 0.15}
+REACHED_M = 0.01  # distance of a tip from a target that it reaches
 LIFT_M = 0.1  # least height of a cube's target above the ground
 SITES = ("grip", "tip", "tool", "attachment", "end")  # Parts of names of sites at the end of an arm
 
@@ -53,16 +56,12 @@ def parts(robot: RobotModel, template: str) -> dict[str, Any]:
             raise EnvError(f"write another --template: {template} needs a robot with {needed}")
         gripper = find_gripper(robot) if template == "pick" else None
         tip, size = _tip_of(robot), HALF_RANGE_M[template]
-        place = _position(robot, tip) if gripper is None else gripper.grip
+        place = _place(robot.data, tip) if gripper is None else gripper.grip
+        box = size * np.array([[-1, -1, 0], [1, 1, 1]])  # a drone: above the ground
         if not hovers:
             root = robot.data.xpos[min(robot.roots)]
-            size = min(size, 0.3 * float(np.linalg.norm(place - root)))
-        ranges = {
-            axis: [round(float(x) - size, 3), round(float(x) + size, 3)]
-            for axis, x in zip("xyz", place, strict=True)
-        }
-        if hovers:  # above the ground
-            ranges["z"][0] = max(ranges["z"][0], round(float(place[2]), 3))
+            box = _reachable(robot, tip, min(size, 0.3 * float(np.linalg.norm(place - root))))
+        ranges = dict(zip("xyz", (place + box).T.round(3).tolist(), strict=True))
         tip_line = f'tip = "{tip}"  # site or body that moves to the target'
         parts |= {"module": "target", "base": "TargetTask", "rewards": REWARDS[template]}
         parts |= {"commands": ranges, "attributes": [tip_line], "added": 6 if hovers else 3}
@@ -102,10 +101,57 @@ def _tip_of(robot: RobotModel) -> str:
     return tip
 
 
-def _position(robot: RobotModel, tip: str) -> Array:
-    """Return the position of a site or body at home, m, [3]."""
-    is_site = mujoco.mj_name2id(robot.model, mujoco.mjtObj.mjOBJ_SITE, tip) >= 0
-    return (robot.data.site(tip) if is_site else robot.data.body(tip)).xpos
+def _place(data: mujoco.MjData, tip: str) -> Array:
+    """Return the position of a site or body, m, [3]."""
+    is_site = mujoco.mj_name2id(data.model, mujoco.mjtObj.mjOBJ_SITE, tip) >= 0
+    return (data.site(tip) if is_site else data.body(tip)).xpos.copy()
+
+
+def _reachable(robot: RobotModel, tip: str, size: float) -> Array:
+    """Return the box around ``tip`` at home whose corners actions reach, m, [lowest, highest; 3].
+
+    Postures are searched by least squares. No side is farther from home than ``size``.
+    """
+    model, data = robot.model, mujoco.MjData(robot.model)
+    # Joint -> largest distance from home: that of a servo is the scale of its action.
+    spans: dict[int, float] = {}
+    for i, actuator in enumerate(robot.actuators):
+        if actuator.joint in robot.joints:
+            span = actuator.scale / abs(model.actuator_gear[i, 0])
+            spans[actuator.joint] = span if actuator.kind == "position" else np.inf
+    joints, span = [*spans], np.array([*spans.values()])
+    places = model.jnt_qposadr[joints]
+    home, circle = robot.home[places], np.full(len(joints), np.pi)
+    limited = model.jnt_limited[joints].astype(bool)
+    bounds = np.where(limited, model.jnt_range[joints].T, [-circle, circle])
+    bounds = bounds.clip(home - span, home + span)
+
+    def tips(postures: Array) -> Array:
+        """Return the positions [3, B] of postures [joints, B]."""
+        positions = []
+        for posture in postures.T:
+            data.qpos[:] = robot.home
+            data.qpos[places] = posture
+            mujoco.mj_kinematics(model, data)
+            positions.append(_place(data, tip))
+        return np.array(positions).T
+
+    center = tips(home[:, None])
+
+    def is_reached(offset: Array) -> bool:
+        target = center + offset[:, None]
+        posture, _ = minimize.least_squares(
+            home.clip(*bounds), lambda x: tips(x) - target, list(bounds), verbose=0, max_iter=30
+        )
+        return bool(np.linalg.norm(tips(posture[:, None]) - target) < REACHED_M)
+
+    # The sides first, then all of them by one factor, until the corners are reached.
+    shares = np.linspace(1, 0, 11)
+    axes = size * np.vstack((-np.eye(3), np.eye(3)))
+    sides = [next(x for x in shares if x == 0 or is_reached(x * axis)) for axis in axes]
+    box = size * np.array([[-1], [1]]) * np.reshape(sides, (2, 3))
+    corners = [np.choose(ends, box) for ends in itertools.product((0, 1), repeat=3)]
+    return next(x for x in shares if x == 0 or all(is_reached(x * c) for c in corners)) * box
 
 
 def _ancestors(model: mujoco.MjModel, body: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mujoco
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -165,11 +167,20 @@ def test_target_templates_name_the_tip_and_targets_around_it() -> None:
     data = mujoco.MjData(model)
     mujoco.mj_resetDataKeyframe(model, data, 0)
     mujoco.mj_forward(model, data)
-    for axis, x in zip("xyz", data.body("link7").xpos, strict=True):
-        assert config["env"]["commands"][axis] == pytest.approx([x - 0.2, x + 0.2], abs=0.05)
+    home, random, reached = data.qpos.copy(), np.random.default_rng(0), []
+    tip = data.body("link7").xpos.copy()
+    for _ in range(20_000):  # postures of actions; some joints at the ends
+        data.qpos[:7] = home[:7] + 0.5 * random.uniform(-1.5, 1.5, 7).clip(-1, 1)
+        mujoco.mj_kinematics(model, data)
+        reached.append(data.body("link7").xpos.copy())
+    box = np.array([config["env"]["commands"][axis] for axis in "xyz"]).T
+    assert (box[0] < tip).all() and (tip < box[1]).all() and np.prod(box[1] - box[0]) > 0.004
+    for sides in itertools.product((0, 1), repeat=3):
+        corner = np.choose(sides, box)
+        assert np.linalg.norm(np.array(reached) - corner, axis=1).min() < 0.04
     task_generator.write("picker", arm, template="pick")
     config = yaml.safe_load(Path("picker/configs/experiment/picker.yaml").read_text())["env"]
-    assert config["commands"]["x"] == [0.404, 0.704] and config["commands"]["z"] == [0.1, 0.4]
+    assert config["commands"]["y"] == [-0.075, 0.075] and config["commands"]["z"] == [0.1, 0.4]
     assert set(config["rewards"]) == {"progress", "ground_contact"}
     Path("../robots/drone.xml").write_text(DRONE)
     task_generator.write("drone", Path("../robots/drone.xml"), template="hover")

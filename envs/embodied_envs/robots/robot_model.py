@@ -245,7 +245,9 @@ class RobotModel:
             scale = min(x for x in (home - low, high - home) if x > 0)
         elif joint is not None:
             reach = SCALE_OF_FORCE * force / abs(float(bias[1]))
-            hinge = abs(gear) * float(np.clip(reach / abs(gear), *SCALE_RAD))
+            # An arm need not balance, so that it may move far.
+            least = SCALE_RAD[self.base is None]
+            hinge = abs(gear) * float(np.clip(reach / abs(gear), least, SCALE_RAD[1]))
             limit = hinge if model.jnt_type[joint] == HINGE else np.inf
             scale = min(limit, 0.5 * (high - low))
         scale = scale if scale < np.inf else 1.0
