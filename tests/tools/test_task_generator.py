@@ -278,6 +278,7 @@ REFUSED = [
         "it has no actuators, .*<motor joint=",
     ),
     ("robot.xml", BALL.format("", ARM, MOTOR), "write --floor: body ball is free"),
+    ("robot.xml", QUADRUPED.replace('"5 5 .1"', '"5 5 .1" pos="0 0 -.3"'), "move .* by 0.3 m"),
     ("robot.urdf", URDF, "write --urdf robot.urdf instead of --mjcf"),
     (
         "robot.xml",

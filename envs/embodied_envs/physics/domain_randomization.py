@@ -94,7 +94,8 @@ class Randomization:
             ranges: Names of RANGES -> (low, high).
 
         Raises:
-            EnvError: A name is unknown, or bounds are not finite, out of order or negative factors.
+            EnvError: A name is unknown, or bounds are not finite, out of order or negative factors,
+                or do not fit the model.
         """
         self.ranges = dict(ranges)
         for name, bounds in ranges.items():
@@ -109,7 +110,10 @@ class Randomization:
             base = RobotModel(model).base
             if base is None:
                 raise EnvError(f"remove env.ranges.{named[0]}: the robot has no floating base")
-            self.base_body = base
+            self.base_body, mass = base, float(model.body_mass[base])
+            if (least := ranges.get("payload", (0.0,))[0]) <= -mass:
+                low = f"raise env.ranges.payload[0] = {least:g} above"
+                raise EnvError(f"{low} -{mass:.3g}: the base has {mass:.3g} kg")
         self.encoders = Encoders(model)
         unused = () if len(self.encoders.gears) else ("joint_offset",)  # no servo's bias changes
         self.base: dict[str, Tensor] = {}

@@ -85,6 +85,8 @@ def test_payload_and_centre_of_mass_of_a_base() -> None:
     assert drawn["body_ipos"][0].numpy() == pytest.approx(centre)
     with pytest.raises(EnvError, match="no floating base"):
         Randomization(arm(), {"payload": (0.0, 1.0)})
+    with pytest.raises(EnvError, match="the base has"):
+        Randomization(model, {"payload": (-100.0, 1.0)})
     with pytest.raises(EnvError, match="all that it scales is 0"):
         Randomization(model, {"friction_loss": (0.5, 2.0)})
     # The visible colour of a geom with a material is shifted.
