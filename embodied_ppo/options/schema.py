@@ -747,7 +747,8 @@ class AlgorithmConfig:
     target_kl_stop: Positive | None = None
     """Mean approx_kl of an epoch, nats, above which an update skips further epochs; null: never."""
     use_kl_loss: bool = False
-    """Add kl_loss_coef x KL(policy || reference) to the loss. Reference: the first policy."""
+    """Add kl_loss_coef x KL(policy || reference) to the loss. Reference: the first policy; of a
+    language model with adapters its base, without those of initial_policy or a clone."""
     kl_loss_coef: NonNegative = option(0.001, read_if=KL_LOSS)
     """Coefficient of the KL loss."""
     kl_loss_type: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+"] = option(
