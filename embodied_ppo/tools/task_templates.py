@@ -137,11 +137,12 @@ def _reachable(robot: RobotModel, tip: str, size: float) -> Array:
         return np.array(positions).T
 
     center = tips(home[:, None])
+    start = (home + 0.1 * span.clip(max=1)).clip(*bounds)  # a straight arm has no gradient at home
 
     def is_reached(offset: Array) -> bool:
         target = center + offset[:, None]
         posture, _ = minimize.least_squares(
-            home.clip(*bounds), lambda x: tips(x) - target, list(bounds), verbose=0, max_iter=30
+            start, lambda x: tips(x) - target, list(bounds), verbose=0, max_iter=30
         )
         return bool(np.linalg.norm(tips(posture[:, None]) - target) < REACHED_M)
 

@@ -137,6 +137,7 @@ def test_velocity_template_trains_and_is_evaluated_with_a_command() -> None:
     small += " updates=2 evaluation.episodes=1 evaluation.num_envs=1 evaluation.video_episodes=0"
     small += " env.max_episode_steps=30"
     program = f"PYTHONPATH=dog {Path(sys.executable).parent}/embodied-ppo"
+    run(f"{sys.executable} dog/test_dog.py")  # the first command that new-task prints
     train = f"{program} train --quiet --config-dir dog/configs experiment=dog {small}"
     changes = "env.rewards.tracking_lin_vel.weight=2 ~env.rewards.pose"
     run(f"{train} {changes} env.rewards.fast_joints.weight=-0.1 run_dir=run")
