@@ -44,7 +44,7 @@ HINTS = {
 
 MAX_GAIN = 1e6  # largest kp and kd that are accepted
 HOLD_S = 2.0  # time for which the robot is held at home, s
-MOST_GROUND_M = 0.05  # largest height of the floor under a robot with feet, m
+FLOOR_TOLERANCE_M = 0.05  # largest distance from 0 of the floor under a robot with feet
 
 TIMESTEPS = 1e-5, 1.0  # smallest and largest timestep of the physics, s
 
@@ -282,7 +282,7 @@ def _problem(model: mujoco.MjModel, *, floor: bool) -> str:
     robot, fixed = RobotModel(model), model.body_weldid[model.geom_bodyid] == 0
     if robot.base is None and not robot.joints:
         return f"no actuator moves a hinge, a slide or a floating base; add some: {ACTUATOR}"
-    if robot.feet and abs(ground := robot.ground or 0.0) > MOST_GROUND_M:
+    if robot.feet and abs(ground := robot.ground or 0.0) > FLOOR_TOLERANCE_M:
         return f"move floor and robot by {-ground:.3g} m: heights are measured from 0"
     for j in robot.joints:
         at, (low, high) = robot.home[model.jnt_qposadr[j]], model.jnt_range[j]
