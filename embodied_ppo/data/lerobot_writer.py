@@ -7,6 +7,7 @@ dimensions.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -185,9 +186,11 @@ class Writer:
         self._tasks = {text: index for index, text in tasks.items()}
         self._rows = lerobot_reader.episode_rows(self.folder)
         with reading(f"{self.folder}/meta/episodes (written by other software?)"):
-            for row in self._rows:
-                index = {name: row[f"meta/episodes/{name}"] for name in self._file_indices()}
-                self._file = index["chunk_index"] * CHUNK + index["file_index"] + 1
+            # LeRobot's tools number the files of data, videos and episodes independently.
+            kinds = ("meta/episodes", "data", *(f"videos/{CAMERA}{x}" for x in self._cameras))
+            for row, kind in itertools.product(self._rows, kinds):
+                chunk, file = (row[f"{kind}/{name}"] for name in self._file_indices())
+                self._file = max(self._file, chunk * CHUNK + file + 1)
             # Remove the incomplete files of an interrupted recording.
             videos = [self._path(VIDEO_PATH, name) for name in self._cameras]
             for path in [*self.folder.rglob("*.part"), self._path(DATA_PATH), *videos]:

@@ -150,6 +150,13 @@ def test_recording_continues_in_an_existing_folder(tmp_path) -> None:
     assert meta("once", "info.json") == meta("parts", "info.json")
     one, two = (meta(folder, "stats.json")["action"]["std"] for folder in ("once", "parts"))
     np.testing.assert_allclose(one, two, rtol=1e-12)
+    # LeRobot's tools write the rows of all files to one; none is incomplete.
+    first, *files = sorted((tmp_path / "once").glob("meta/episodes/*/*"))
+    rows = [row for path in (first, *files) for row in pq.read_table(path).to_pylist()]
+    pq.write_table(pa.Table.from_pylist([r | {"meta/episodes/file_index": 0} for r in rows]), first)
+    for path in files:
+        path.unlink()
+    check(read(record(tmp_path / "once", 6)), 6)
 
 
 KILLED = """
