@@ -20,7 +20,7 @@ OPTION = re.compile(r"(?:\+{0,2})([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)", re.DOTALL
 DELETED = re.compile(r"~([A-Za-z_][\w-]*(?:\.[\w-]+)+)(?:=.*)?", re.DOTALL)
 VARIABLE = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 FLAG = re.compile(r"--([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-ARRAY = re.compile(r"(?m)^[ \t]*(\w+)=\(([^()]*)\)")
+ARRAY = re.compile(r"(?m)^[ \t]*(\w+)(\+?)=\(([^()]*)\)")
 ARRAY_USE = re.compile(r"\"?\$\{(\w+)\[[@*]\]\}\"?")
 # A token that begins a command or ends one.
 PROGRAM = re.compile(
@@ -71,7 +71,9 @@ def parse_flags(text: str) -> dict[str, Any]:
         Name -> value; empty if the text has no flag.
     """
     script = CONTINUED.sub(" ", COMMENT.sub("", text))
-    arrays = {match[1]: match[2] for match in ARRAY.finditer(script)}
+    arrays: dict[str, str] = {}
+    for name, appends, words in ARRAY.findall(script):
+        arrays[name] = f"{arrays.get(name, '')}\n{words}" if appends else words
     script = ARRAY_USE.sub(lambda match: arrays.get(match[1], ""), ARRAY.sub("", script))
     variables: dict[str, str] = {}
     commands: list[dict[str, list[Any]]] = [{}]  # the first one: before any program

@@ -5,8 +5,9 @@ ROLLOUT_ARGS=(
    --prompt-data "${MODEL}/train.jsonl" \
    # --rollout-batch-size 7
    --rollout-batch-size 64 --n-samples-per-prompt 8
-   --global-batch-size 256
-   --advantage-estimator ppo
+)
+ROLLOUT_ARGS+=(
+   --global-batch-size 256 --advantage-estimator ppo
 )
 EVAL_ARGS=(--eval-prompt-data aime /data/a.jsonl math /data/b.jsonl)
 UNUSED_ARGS=(--lr 1)
