@@ -104,7 +104,10 @@ def _tokens(script: str, variables: Mapping[str, str]) -> Iterator[str]:
 
     with suppress(ValueError):  # of ``split``
         for token in shlex.split(script):
-            yield REFERENCE.sub(value, token)
+            text = REFERENCE.sub(value, token)
+            yield text.removesuffix(";") or text
+            if text != ";" and text.endswith(";"):  # the end of a command
+                yield ";"
 
 
 def _value(text: str) -> Any:

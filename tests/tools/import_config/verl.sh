@@ -2,7 +2,7 @@
 # it's a comment with an apostrophe and an option.of=x \
 set -x
 export VLLM_USE_V1=1
-home=/data
+home=/data; cd $home
 train="['$home/a.parquet', '${home}/b.parquet']"
 CUDA_VISIBLE_DEVICES=0,1 python3 -m verl.trainer.main_ppo \
     --config-name='ppo_trainer.yaml' \
