@@ -141,6 +141,7 @@ def test_command_line_overrides_import_like_a_file(ending: str, capsys):
         "data.val_files": "${HOME}/test.parquet",
         "data.max_prompt_length": "${shell}wc",
         "actor": "megatron",
+        "model/engine": "veomni",
         "trainer.my_own": "",
     }
     assert "--cfg job" in reasons_of(migration)["hydra.config-name"]

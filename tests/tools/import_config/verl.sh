@@ -16,4 +16,4 @@ CUDA_VISIBLE_DEVICES=0,1 python3 -m verl.trainer.main_ppo \
     trainer.logger='["console","wandb"]' \
     trainer.total_training_steps=3\
     data.seed='${algorithm.nothing}' data.max_prompt_length=$(wc -l x) \
-    actor=megatron ~algorithm.lam trainer.my_own= $@ # trailing=comment
+    actor=megatron model/engine=veomni ~algorithm.lam trainer.my_own= $@ # trailing=comment
