@@ -312,9 +312,12 @@ def _clone_name(
     ]
     digest = hashlib.sha256(json.dumps(settings).encode())
     digest.update(supervised_finetuning.digest_of(policy.state_dict()).encode())
-    # The folder meta includes statistics of all data.
     for file in sorted(path for path in (folder / "meta").rglob("*") if path.is_file()):
         digest.update(file.read_bytes())
+    # The data are too large to be read here, and their statistics in meta may be old.
+    for file in sorted([*folder.rglob("*.parquet"), *folder.rglob("*.mp4")]):
+        stat = file.stat() if file.is_file() else None  # a link may lead nowhere
+        digest.update(f"{file.name} {stat and (stat.st_size, stat.st_mtime_ns)}".encode())
     modules = {type(m).__module__ for m in policy.modules()}
     modules |= {behavior_cloning.__name__, episode_images.__name__}
     for module in sorted(name for name in modules if name.startswith("embodied_ppo.")):

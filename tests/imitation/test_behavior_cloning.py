@@ -14,8 +14,8 @@ from embodied_envs.types import ArraySpec, Box
 from embodied_ppo.commands import main
 from embodied_ppo.data.lerobot_reader import Demonstrations, open_folder, read
 from embodied_ppo.data.lerobot_writer import Writer
-from embodied_ppo.imitation import behavior_cloning
-from embodied_ppo.options.schema import CloningConfig, ModelConfig
+from embodied_ppo.imitation import behavior_cloning, expert_demos
+from embodied_ppo.options.schema import CloningConfig, Config, ModelConfig
 from embodied_ppo.policies.vla.action_tokens import TokenVLA
 from embodied_ppo.training import checkpoint
 from tests.policies.vla.test_trunk import SENTENCES, SPEC, A, C, make
@@ -172,6 +172,15 @@ def test_names_and_layouts_of_observations_do_not_change_cloning(
     assert all(torch.equal(a[k], b[k]) for k in a)
     read = "cloning: the dataset's observation.state is read as joints, then gripper"
     assert (read in lines) == ("joints" in spec)
+
+
+def test_changed_data_are_cloned_again(tmp_path) -> None:
+    name = lambda: expert_demos._clone_name(make(), Config(), tmp_path, None)
+    names = []
+    for data in (b"1", b"22"):
+        (tmp_path / "episode_000000.parquet").write_bytes(data)
+        names += [name(), name()]
+    assert names[0] == names[1] != names[2] == names[3]
 
 
 @pytest.mark.slow
