@@ -377,7 +377,8 @@ def episode_rows(folder: Path) -> list[dict[str, Any]]:
 def _json_lines(path: Path) -> list[dict[str, Any]]:
     """Read JSON lines."""
     with reading(path):
-        return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+        # Not ``splitlines``: a sentence may contain U+2028.
+        return [json.loads(line) for line in path.read_text("utf-8").split("\n") if line.strip()]
 
 
 def read_tasks(folder: Path, version: str) -> dict[int, str]:

@@ -498,8 +498,10 @@ def test_v2_1_is_read(tmp_path, kind: str) -> None:
         assert images.shape == (LENGTHS[i], H, 32, 3)
         error = (images.int() - torch.tensor(colour(i))).abs().max()
         assert error <= (0 if kind == "image" else 4)
-    (folder / "meta/tasks.jsonl").write_text(json.dumps(TASKS[0] | {"task": ""}))
-    assert lerobot_reader.read_tasks(folder, "v2.1") == {4: ""}
+    rows = (TASKS[0] | {"task": ""}, TASKS[1] | {"task": "lift\u2028it"})
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (folder / "meta/tasks.jsonl").write_text("\r\n".join(lines), "utf-8")
+    assert lerobot_reader.read_tasks(folder, "v2.1") == {4: "", 9: "lift\u2028it"}
     (folder / "meta/episodes.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"episodes.jsonl is missing"):
         read(folder)
