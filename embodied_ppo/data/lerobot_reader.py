@@ -261,12 +261,14 @@ def _cameras(
     """Return the cameras among ``sizes``, None: all; the others need not be valid.
 
     Raises:
-        ValueError: The shape of one is none of images.
+        ValueError: The shape of one is none of images, or two have the same name.
     """
     cameras: dict[str, Camera] = {}
     for key, feature in features.items():
         name = key.removeprefix(CAMERA).removeprefix("observation.")
         if feature.get("dtype") in ("video", "image") and (sizes is None or name in sizes):
+            if name in cameras:
+                raise ValueError(f"{cameras[name].feature} and {key} are both called {name}")
             stored = height, width = _image_size(key, feature)
             size = stored if sizes is None else sizes[name]
             # Other proportions stay as they are, and the comparison with the task refuses them.

@@ -373,6 +373,9 @@ def test_a_stream_returns_each_frame_in_a_random_order(good: Path, size: int) ->
 def test_cameras_episodes_and_rate_of_a_folder(good: Path, tmp_path) -> None:
     folder = Path(shutil.copytree(good, tmp_path / "depth"))
     features = json.loads((folder / "meta/info.json").read_text())["features"]
+    info(folder, features=features | {"observation.front": features[KEY]})
+    with pytest.raises(ConfigError, match=r"and observation\.front are both called front"):
+        open_folder(folder)
     depth = {"dtype": "video", "shape": [480, 640, 1]}  # without files
     info(folder, features=features | {"observation.images.depth": depth})
     with pytest.raises(ConfigError, match=r"depth has shape \[480, 640, 1\]"):
