@@ -255,6 +255,8 @@ def _point(link: Path, target: str) -> None:
     temporary = link.with_name(f".{link.name}-{os.getpid()}")
     # symlink_to overwrites nothing; the rename below does, atomically.
     temporary.unlink(missing_ok=True)
+    if link.is_dir() and not link.is_symlink():  # in a copy that followed links (scp -r)
+        shutil.rmtree(link)
     temporary.symlink_to(target)
     temporary.replace(link)
 

@@ -232,6 +232,8 @@ def test_repair_points_links_to_valid_checkpoints(tmp_path) -> None:
         )
         checkpoint.set_score(path, score)
     (folder / "step_000003" / "policy.pt").write_bytes(b"short")
+    (folder / "latest").unlink()
+    shutil.copytree(folder / "step_000003", folder / "latest")  # as scp -r copies the link
     newest = checkpoint.newest_valid(tmp_path)
     assert newest is not None
     checkpoint.repair(tmp_path, newest, print)
