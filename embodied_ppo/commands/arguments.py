@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from embodied_envs.base.errors import nearest, show
@@ -85,7 +85,7 @@ def add_runs(parser: argparse.ArgumentParser, metavar: str, meaning: str) -> Non
 def split_runs(items: Sequence[str]) -> tuple[list[str], list[str]]:
     """Divide arguments into runs and lines option=value."""
     # The folder of a sweep's job has an equals sign in its name.
-    runs = [text for text in items if "=" not in text or Path(text).exists()]
+    runs = [text for text in items if "=" not in text or os.path.exists(text)]
     return runs, [quoted(text) for text in items if text not in runs]
 
 
@@ -131,7 +131,7 @@ def refuse_lines(lines: Sequence[str], command: str) -> None:
 
 def check_run(path: str) -> None:
     """Raise UsageError if the directory of a run does not exist, before torch is loaded."""
-    if not Path(path).exists():
+    if not os.path.exists(path):
         raise UsageError(f"{path}: does not exist; name the directory of a run")
 
 

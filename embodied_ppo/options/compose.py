@@ -382,7 +382,7 @@ def _stored(resume: str) -> tuple[str, dict[str, Any]]:
     from embodied_ppo.options import loader as strict
 
     folder = Path(resume)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise CheckpointError(
             f"name a run, or write resume=auto: resume={show_path(resume)} is no directory"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -175,6 +176,6 @@ def job_folder(
         for (key, value), leaf in zip(options.items(), leaves, strict=True)
     ]
     name = re.sub(r"[^\w.-]+", "-", "_".join(parts).replace("+", ""), flags=re.ASCII).strip(".-")
-    if len(name) > MAX_FOLDER_NAME or (sweep / name).exists() or sweep / name in taken:
+    if len(name) > MAX_FOLDER_NAME or os.path.exists(sweep / name) or sweep / name in taken:
         name = f"{name[:MAX_FOLDER_NAME]}-{number}".lstrip("-")
     return sweep / (name or str(number))

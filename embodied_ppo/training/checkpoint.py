@@ -84,7 +84,7 @@ def steps(folder: Path) -> dict[int, Path]:
 
     They are found by their names, and damaged ones are not left out.
     """
-    names = os.listdir(folder) if folder.is_dir() else []
+    names = os.listdir(folder) if os.path.isdir(folder) else []
     matches = filter(None, map(STEP.fullmatch, names))
     # Sort numbers: as text, step_1000000 comes before step_999999.
     paths = sorted((int(match[1]), folder / match[0]) for match in matches)

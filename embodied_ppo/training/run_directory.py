@@ -347,7 +347,7 @@ def locked(run_dir: Path, option: str = "run_dir") -> Iterator[None]:
         ConfigError: Another process trains in it, or it cannot be written.
     """
     # Only folders that this call creates are removed at the end.
-    absent = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    absent = [path for path in (run_dir, *run_dir.parents) if not os.path.exists(path)]
     path = run_dir / LOCK
     try:
         with _lock(path, option) as file:
@@ -462,7 +462,7 @@ def check_writable(out: Path) -> None:
     It is called before a computation whose result is written there.
     """
     with report_write_errors(out):
-        existing = next(path for path in (out, *out.parents) if path.exists())
+        existing = next(path for path in (out, *out.parents) if os.path.exists(path))
         # A trial is reliable, unlike permission bits: the disk may be full or read-only.
         TemporaryFile(dir=existing).close()
 

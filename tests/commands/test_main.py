@@ -19,13 +19,15 @@ import run_helpers
 import yaml
 from run_helpers import assert_refused, run_command, tables
 
-from embodied_envs.base.errors import LONGEST_LINE, ProcessLost, show
+from embodied_envs.base.errors import LONGEST_LINE, ConfigError, ProcessLost, show
 from embodied_ppo.commands import main, output, train
+from embodied_ppo.commands.arguments import split_runs
 from embodied_ppo.commands.experiments import experiments
 from embodied_ppo.options import loader as strict
 from embodied_ppo.options import readers
 from embodied_ppo.options.config_folders import shipped
 from embodied_ppo.options.schema import OWN_OPTIONS, Config, EvaluateConfig
+from embodied_ppo.training import checkpoint, run_directory
 
 TINY = run_helpers.words("""experiment=cartpole env.num_envs=4 algorithm.horizon=8
     algorithm.global_batch_size=32 algorithm.update_epoch=1 updates=1 evaluation.episodes=1
@@ -147,7 +149,21 @@ def test_invalid_user_config_is_refused(name: str, parts: str, user_configs: Pat
     assert files_in_cwd() == []
 
 
-def test_deleted_working_directory_is_refused(monkeypatch, capsys) -> None:
+def test_unusable_directory_is_refused(monkeypatch, capsys) -> None:
+    Path("theirs").mkdir(mode=0)
+    run, user = Path("theirs/run"), os.geteuid()
+    commands = {"train resume={}": "is no directory", "verify {}": "does not exist"}
+    for command, message in commands.items():  # imports the modules
+        assert_refused(capsys, command.format("nowhere"), message)
+    os.seteuid(user or 65534)  # root may enter every folder
+    try:
+        for command, message in commands.items():
+            assert_refused(capsys, command.format(run), message)
+        assert checkpoint.steps(run / "checkpoints") == {}
+        with pytest.raises(ConfigError, match="Permission denied"), run_directory.locked(run):
+            pass
+    finally:
+        os.seteuid(user)
     Path("deleted").mkdir()
     parent = Path.cwd()
     monkeypatch.chdir("deleted")
@@ -524,7 +540,6 @@ LONG = "a" * 300
 PATHS = (
     ["train", *TINY, f"run_dir=folder/{LONG}"],
     ["train", *TINY, f"name={LONG}"],
-    ["train", f"resume={LONG}"],
     ["train", "--config-dir", LONG],
     ["import-config", "verl", LONG],
 )
@@ -534,6 +549,7 @@ PATHS = (
 def test_long_path_is_refused(arguments: list[str], capsys) -> None:
     assert_refused(capsys, arguments, "error: shorten the path .. has 300 bytes")
     assert not list(Path.cwd().iterdir())
+    assert split_runs(["a", f"env.kwargs={{b:{LONG}}}"])[0] == ["a"]
 
 
 def test_config_that_is_not_utf8_is_refused(capsys) -> None:
