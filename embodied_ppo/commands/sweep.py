@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError
+from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, show_path
 from embodied_ppo.commands import arguments, compare, output, supervisor
 from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED
 from embodied_ppo.core import guarded_files
@@ -25,6 +25,7 @@ from embodied_ppo.options.compose import PROGRAM, override_lines, prepare
 from embodied_ppo.options.rules.base import one_process
 from embodied_ppo.options.schema import Config
 from embodied_ppo.options.sweeps import SweepJob, sweep_jobs
+from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Interrupts
 from embodied_ppo.training.run_directory import locked
 from embodied_ppo.training.run_files import SWEEP
@@ -101,6 +102,11 @@ def _open(args: argparse.Namespace) -> Sweep:
     flags = arguments.config_flags(args)
     if not resumed:
         folder, jobs = sweep_jobs(args)
+        # Their results would count as those of this sweep.
+        for job in jobs:
+            if _summary(job) is not None or checkpoint.steps(job.folder / "checkpoints"):
+                hint = "name another folder, or continue the sweep with resume=FOLDER only"
+                raise ConfigError(f"{hint}: {show_path(job.folder)} already contains a run")
         return Sweep(folder.absolute(), Path.cwd(), flags, jobs)
     if others := [*flags, *(line for line in args.overrides if line not in resumed)]:
         raise ConfigError(
@@ -223,7 +229,7 @@ def _start(job: SweepJob, sweep: Sweep, device: str | None) -> subprocess.Popen[
     (folder,) = override_lines("train", {"run_dir": str(job.folder.absolute())})
     lines = [x for x in job.lines if x.partition("=")[0].lstrip("+") != "run_dir"]
     arguments = [*sweep.flags, *lines, folder]
-    if any((job.folder / "checkpoints").glob("step_[0-9]*")):
+    if checkpoint.steps(job.folder / "checkpoints"):
         arguments = [folder.replace("run_dir=", "resume=", 1)]
     program = [sys.executable, "-m", "embodied_ppo.commands.main", "train", "--json", "--quiet"]
     single = bool(_cuda_devices(job.loaded.config))  # a run of several processes sees all devices

@@ -194,3 +194,7 @@ def test_sweep_that_cannot_be_resumed(text: str | None, message: str, capsys) ->
     if text is not None:
         Path("old/sweep.json").write_text(text)
     assert_refused(capsys, ["train", "-m", "resume=old"], message)
+    Path("old/1").mkdir()
+    Path("old/1/summary.json").write_text("{}")
+    again = ["train", "-m", *TINY, "seed=0,1", "run_dir=old/${seed}"]
+    assert_refused(capsys, again, "old/1 already contains a run")
