@@ -301,9 +301,10 @@ class _Session:
             log.metrics(metrics, update=0, steps=0)
             self.initial = numbers(metrics)
         # The run ended between the checkpoint of this update and its row in the log.
-        if system.pending_row is not None and not log.row(first):
+        if (row := system.pending_row) is not None and not log.row(first):
             log.say(f"update {first} was saved, but not logged; that is completed now")
-            loop.evaluate_and_log(system, log, self.timer, system.pending_row, update=first)
+            row = replace(row, evaluation_due=row.evaluation_due and self.schedule.evaluates)
+            loop.evaluate_and_log(system, log, self.timer, row, update=first)
             if self.run.spec.config.evaluation.env == "training":  # which has left its episodes
                 source = checkpoint.open_checkpoint(self.run.spec.run_dir)
                 system.load(source, self.run.messages.notice)

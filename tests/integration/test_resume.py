@@ -431,6 +431,10 @@ def test_failure_of_the_last_evaluation_keeps_the_checkpoint(tmp_path, monkeypat
     with pytest.raises(TrainingError, match="the simulator failed"):
         runs.train(tiny(tmp_path / "run", save_every=0), quiet=True)
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
+    config = tiny(tmp_path / "run", save_every=0, resume="auto")
+    evaluation = replace(config.evaluation, episodes=0)
+    runs.train(replace(config, evaluation=evaluation), quiet=True)
+    assert rows(tmp_path / "run")[-1]["update"] == 8
 
 
 def test_evaluation_with_changed_options_has_its_own_report(tmp_path) -> None:
