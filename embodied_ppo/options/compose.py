@@ -352,7 +352,8 @@ def _resolved(
         merged = OmegaConf.create(reduce(strict.merged, map(plain, nodes)))
 
     def resolve(value: Any, path: str, label: str) -> Any:
-        if "${" not in repr(value):
+        # The options of a run are resolved, and "${" in them is text, as in a path.
+        if "${" not in repr(value) or label.startswith(strict.STORED):
             return value
         if isinstance(value, dict):
             return {name: resolve(entry, f"{path}.{name}", label) for name, entry in value.items()}

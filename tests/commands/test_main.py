@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -25,6 +26,7 @@ from embodied_ppo.commands.arguments import split_runs
 from embodied_ppo.commands.experiments import experiments
 from embodied_ppo.options import loader as strict
 from embodied_ppo.options import readers
+from embodied_ppo.options.compose import prepare
 from embodied_ppo.options.config_folders import shipped
 from embodied_ppo.options.schema import OWN_OPTIONS, Config, EvaluateConfig
 from embodied_ppo.training import checkpoint, run_directory
@@ -269,6 +271,10 @@ def test_source_of_each_option(capsys, user_configs: Path) -> None:
     rows = config(capsys, "--config-dir", user_configs, "experiment=derived")
     for path, file in (("algorithm.gamma", "own"), ("seed", "derived")):
         assert rows[path]["source"] == str(user_configs / "experiment" / f"{file}.yaml")
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text("initial_policy: /a ${x}/run\n")  # a path, no interpolation
+    args = argparse.Namespace(command="train", config_name=None, config_dir=None)
+    assert prepare(args, ["resume=run"]).config.initial_policy == "/a ${x}/run"
 
 
 def test_command_line_overrides_files_under_any_alias(capsys, user_configs: Path) -> None:
