@@ -391,9 +391,10 @@ def _lock(path: Path, option: str) -> FileIO:
             file.seek(0)
             owner = file.readall().decode(errors="replace").strip() or "another process"
             file.close()
-            raise ConfigError(
-                f"{option}={folder}: {owner} is training in it; wait, or name another"
-            ) from error
+            fact = f"{owner} is training in it; wait, or name another"
+            if not isinstance(error, BlockingIOError):  # a network disk without locks
+                fact = f"cannot be locked ({error.strerror}); name a folder on another disk"
+            raise ConfigError(f"{option}={folder}: {fact}") from error
         # A lock on a file that its owner has just removed would exclude no other process.
         if os.fstat(file.fileno()).st_nlink:
             return file

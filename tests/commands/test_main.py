@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import errno
+import fcntl
 import json
 import os
 import re
@@ -14,6 +16,7 @@ import time
 import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import run_helpers
@@ -166,6 +169,11 @@ def test_unusable_directory_is_refused(monkeypatch, capsys) -> None:
             pass
     finally:
         os.seteuid(user)
+    with monkeypatch.context() as patch:
+        error = OSError(errno.ENOSYS, "Function not implemented")  # a disk without locks
+        patch.setattr(fcntl, "flock", mock.Mock(side_effect=error))
+        with pytest.raises(ConfigError, match="cannot be locked"), run_directory.locked(Path("a")):
+            pass
     Path("deleted").mkdir()
     parent = Path.cwd()
     monkeypatch.chdir("deleted")
