@@ -90,8 +90,10 @@ class OpenRun:
             # Close first: the new system needs the devices and the memory of the old one.
             self.system.close()
             try:
-                # Without a checkpoint here, training starts again with the first update.
-                source = checkpoint.newest_valid(self.spec.run_dir, self.log.say)
+                # Without a checkpoint here, training starts again with the first update, and a
+                # branch with the checkpoint of its parent.
+                newest = checkpoint.newest_valid(self.spec.run_dir, self.log.say)
+                source = newest or self.spec.checkpoint
                 spec = replace(self.spec, checkpoint=source)
                 self.built = build_system(spec, self.messages, self.stack)
                 if source is not None:

@@ -21,11 +21,11 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard.writer import FileWriter
 
-from embodied_envs.base.errors import EnvError, TrainingError
+from embodied_envs.base.errors import EnvError, ProcessLost, TrainingError
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.evaluation import checkpoint_evaluation, robot_evaluation
-from embodied_ppo.options import loader
-from embodied_ppo.options.schema import AlgorithmConfig, Config, EvaluateConfig
+from embodied_ppo.options import loader, validation
+from embodied_ppo.options.schema import AlgorithmConfig, ClusterConfig, Config, EvaluateConfig
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.programs import runs
 from embodied_ppo.training import checkpoint, progress, run_directory, trained_run
@@ -408,14 +408,25 @@ def test_changed_options_are_logged_or_refused(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_earlier_checkpoint_starts_a_new_run(tmp_path) -> None:
+def test_earlier_checkpoint_starts_a_new_run(tmp_path, monkeypatch) -> None:
     runs.train(tiny(tmp_path / "run"), quiet=True)
     before = rows(tmp_path / "run")
     earlier = tmp_path / "run/checkpoints/step_000004"
     with pytest.raises(ValueError, match=r"run_dir=NEW.*continued to step_000008"):
         runs.train(replace(tiny(tmp_path), run_dir=None, resume=str(earlier)), quiet=True)
-    runs.train(tiny(tmp_path / "branch", resume=str(earlier)), quiet=True)
+    save, losses = LocalSystem.save, [ProcessLost("lost before the branch has a checkpoint")]
+
+    def lost(self: LocalSystem, *args: Any) -> Path:
+        if losses:
+            raise losses.pop()
+        return save(self, *args)
+
+    monkeypatch.setattr(LocalSystem, "save", lost)
+    monkeypatch.setattr(validation, "check", lambda *_: None)  # which wants several processes
+    restarts = ClusterConfig(max_restarts=1)
+    runs.train(tiny(tmp_path / "branch", resume=str(earlier), cluster=restarts), quiet=True)
     assert rows(tmp_path / "run") == before
+    assert rows(tmp_path / "branch")[0]["update"] == 5
     assert_same(contents(tmp_path / "run", 8), contents(tmp_path / "branch", 8))
 
 
