@@ -151,7 +151,8 @@ def decide(
     kind: Literal["new", "resumed", "branched", "initialised"] = "new"
     if source is not None:
         # A run continues a checkpoint of its own directory, and branches from any other.
-        kind = "resumed" if source.path.parent.parent == run_dir.resolve() else "branched"
+        own = (run_dir / "checkpoints").resolve()
+        kind = "resumed" if source.path.parent == own else "branched"
     elif initial_policy is not None:
         kind = "initialised"
 

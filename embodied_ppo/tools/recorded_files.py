@@ -51,7 +51,7 @@ class RunFiles:
 
     def name(self, path: Path) -> str:
         """Return a path relative to the run's directory."""
-        return str(path.relative_to(self.run_dir))
+        return os.path.relpath(path, self.run_dir)
 
 
 def check_checkpoints(record: RunFiles) -> Iterator[Difference]:

@@ -190,7 +190,8 @@ def parent_of(config: Config, source: checkpoint.Checkpoint, run_dir: Path) -> P
     # If a checkpoint was moved out of its run, the folder that contains it counts as the run.
     folder = source.path.parent
     home = folder.parent if folder.name == "checkpoints" else folder
-    if home.resolve() == run_dir.resolve():
+    # RUN/checkpoints may be a link to a folder on another disk.
+    if home.resolve() == run_dir.resolve() or folder == (run_dir / "checkpoints").resolve():
         return None
     return branch(home, source, run_dir, stored_config(source), config)
 

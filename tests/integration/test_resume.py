@@ -28,6 +28,7 @@ from embodied_ppo.options import loader, validation
 from embodied_ppo.options.schema import AlgorithmConfig, ClusterConfig, Config, EvaluateConfig
 from embodied_ppo.ppo.ppo import PPO
 from embodied_ppo.programs import runs
+from embodied_ppo.tools import verification
 from embodied_ppo.training import checkpoint, progress, run_directory, trained_run
 from embodied_ppo.training.local_system import LocalSystem
 from embodied_ppo.training.logging import Log, Timer
@@ -387,6 +388,13 @@ def test_damaged_newest_checkpoint_is_skipped(tmp_path, capfd) -> None:
     runs.train(tiny(tmp_path / "run", resume="auto"), quiet=False)
     assert "step_000008/policy.pt" in capfd.readouterr().err
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
+    # Checkpoints on another disk: the run continues itself and is no branch.
+    (tmp_path / "run/checkpoints").rename(tmp_path / "disk")
+    (tmp_path / "run/checkpoints").symlink_to("../disk")
+    runs.train(tiny(tmp_path / "run", resume="auto", updates=9), quiet=True)
+    assert not (tmp_path / "run/parent.json").exists()
+    content = verification.verify(tmp_path / "run", updates=1, progress=False)
+    assert content["verdict"] == "verified" and "../disk/step_000009/policy.pt" in content["files"]
 
 
 @pytest.mark.slow
