@@ -241,12 +241,16 @@ def assert_states_close(actual: Any, expected: Any, path: str = "") -> None:
         assert actual == expected, path
 
 
-def run_block(script: str, folder: Path, env: Mapping[str, str]) -> str:
-    """Run a block of commands of a page in ``folder``; return what it prints to stdout."""
-    done = subprocess.run(
-        ["bash", "-ec", script], cwd=folder, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, f"{script}\n{done.stdout}\n{done.stderr}"
+def run_process(*command: object, **options: Any) -> str:
+    """Run a command, which must succeed within 5 minutes; return what it prints to stdout.
+
+    Args:
+        command: The program and its arguments.
+        options: Of ``subprocess.run``, such as cwd and env.
+    """
+    options = {"capture_output": True, "text": True, "timeout": 300} | options
+    done = subprocess.run([*map(str, command)], **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from run_helpers import run_command
+from run_helpers import run_command, run_process
 
 import embodied_ppo as ep
 from embodied_envs.base import errors
@@ -44,8 +43,8 @@ def run(tmp_path_factory) -> ep.Run:
 def test_import_does_not_load_torch() -> None:
     code = "import sys, embodied_ppo as ep; ep.train, ep.load, ep.config; ep.ConfigError"
     code += "; print(ep.__version__, 'torch' in sys.modules, 'hydra' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == [ep.__version__, "False", "False"]
+    output = run_process(sys.executable, "-c", code)
+    assert output.split() == [ep.__version__, "False", "False"]
 
 
 def test_names_are_those_of_the_modules() -> None:

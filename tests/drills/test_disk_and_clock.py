@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_helpers import run_process
 
 from embodied_ppo.commands import main
 from embodied_ppo.programs import runs
@@ -79,10 +80,7 @@ sys.exit(main.main(sys.argv[1:]))
 @pytest.mark.slow
 def test_clock_that_jumps_does_not_change_training(tmp_path) -> None:
     options = [*OVERRIDES, "updates=4", f"run_dir={tmp_path / 'jumping'}"]
-    done = subprocess.run(
-        [sys.executable, "-c", JUMPING, "train", *options], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    run_process(sys.executable, "-c", JUMPING, "train", *options)
     metrics = [
         json.loads(line)
         for line in (tmp_path / "jumping" / "metrics.jsonl").read_text().splitlines()

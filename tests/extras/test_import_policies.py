@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from run_helpers import run_process
 
 from embodied_ppo import api
 from embodied_ppo.commands import main
@@ -29,9 +29,7 @@ def test_actions_equal_those_of_the_library(library: str, tmp_path, capsys) -> N
     python = ENVIRONMENTS / library / "bin" / "python"
     if not python.exists():
         pytest.skip(f"{python} does not exist: make test-import")
-    command = [python.absolute(), PRODUCERS / f"{library}.py", tmp_path]
-    process = subprocess.run(command, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-3000:]
+    run_process(python.absolute(), PRODUCERS / f"{library}.py", tmp_path, timeout=None)
     recordings = sorted(tmp_path.glob("*.json"))
     assert len(recordings) == 3
     for recording in recordings:

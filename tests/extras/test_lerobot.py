@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
+from run_helpers import run_process
 from safetensors.torch import load_file, save_file
 from tiny_openvla_checkpoint import write_checkpoint as write_openvla
 from tiny_pi0_checkpoint import write_tokenizer
@@ -79,12 +80,6 @@ def environment() -> dict[str, str]:
     variables = os.environ | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     variables.pop("PYTHONPATH", None)
     return variables
-
-
-def run_program(command: list[str]) -> None:
-    """Run a program of another environment, which must succeed."""
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -264,8 +259,8 @@ def test_peft_merges_an_exported_adapter_of_openvla(decode: str, tmp_path: Path)
     peft_files.save(trained, base, tmp_path / "adapter", rank=4, alpha=6.0)
     policy.export(base, tmp_path / "merged")
     program = Path(__file__).with_name("peft_merge.py")
-    arguments = [str(tmp_path / "adapter"), str(tmp_path / "theirs.safetensors")]
-    run_program([PYTHON, str(program), *arguments])
+    command = (PYTHON, program, tmp_path / "adapter", tmp_path / "theirs.safetensors")
+    run_process(*command, env=environment(), timeout=None)
     theirs = load_file(tmp_path / "theirs.safetensors")
     ours = load_file(tmp_path / "merged/model.safetensors")
     before = load_file(base / "model.safetensors")
@@ -278,7 +273,7 @@ def test_peft_merges_an_exported_adapter_of_openvla(decode: str, tmp_path: Path)
     fields = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
     text = json.dumps(fields | {"use_rslora": True, "init_lora_weights": "gaussian"})
     (tmp_path / "adapter/adapter_config.json").write_text(text)
-    run_program([PYTHON, str(program), *arguments])
+    run_process(*command, env=environment(), timeout=None)
     theirs = load_file(tmp_path / "theirs.safetensors")
     body = openvla_files.load(tmp_path / "adapter")
     loaded = openvla_files.entries(body)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ from unittest.mock import MagicMock
 import numpy as np
 import pytest
 import torch
+from run_helpers import run_process
 from served_policies import started, write_mlp, write_pi0
 from tiny_pi0_checkpoint import write_checkpoint
 from vla_policy_checks import random_observations
@@ -62,11 +62,8 @@ def test_the_client_gets_chunks_of_actions(
 ) -> None:
     run = write(tmp_path / "run")
     with started("embodied_ppo.commands.main", "serve", str(run), "--port", "0") as address:
-        process = subprocess.run(
-            [Path(PYTHON).absolute(), "-c", CLIENT, address], capture_output=True, text=True
-        )
-    assert process.returncode == 0, process.stderr
-    actual, refusal, rate, added = json.loads(process.stdout.splitlines()[-1])
+        output = run_process(Path(PYTHON).absolute(), "-c", CLIENT, address, timeout=None)
+    actual, refusal, rate, added = json.loads(output.splitlines()[-1])
     print(f"{rate:.0f} requests per second, {added:.2f} ms more than the inference (median)")
     assert actual == shape and "send observation/" in refusal
 

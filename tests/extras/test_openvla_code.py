@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from run_helpers import run_process
 from safetensors.torch import load_file, save_file
 from tiny_openvla_checkpoint import tiny_config, tokenizer, write_heads, write_openvla
 from torch import Tensor
@@ -99,10 +99,9 @@ def test_actions(decode: str, head: str, tmp_path: Path) -> None:
     save_file(inputs, tmp_path / "inputs.safetensors")
     (tmp_path / "tasks.json").write_text(json.dumps(TASKS))
     program = Path(__file__).with_name("openvla_actions.py")
-    command = [PYTHON, str(program), CLONES[decode], str(tmp_path), decode]
     environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    command = (PYTHON, program, CLONES[decode], tmp_path, decode)
+    run_process(*command, env=environment, timeout=None)
     expected = load_file(tmp_path / "actions.safetensors")
 
     chunk = expected["actions"].shape[1]

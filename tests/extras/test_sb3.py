@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
+from run_helpers import run_process
 
 PYTHON = os.environ.get("SB3_PYTHON", "")
 EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
@@ -18,11 +18,8 @@ pytestmark = pytest.mark.skipif(
 
 def run(script: str) -> list:
     """Run a program in the folder of the examples and return the JSON of its last line."""
-    process = subprocess.run(
-        [Path(PYTHON).absolute(), "-c", script], cwd=EXAMPLES, capture_output=True, text=True
-    )
-    assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    output = run_process(Path(PYTHON).absolute(), "-c", script, cwd=EXAMPLES, timeout=None)
+    return json.loads(output.splitlines()[-1])
 
 
 def test_state_policy_learns() -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from run_helpers import run_process
 
 ROOT = Path(__file__).parents[2]
 
@@ -14,7 +14,5 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_fake_accelerator() -> None:
     """Code of the GPU path on a device without hardware; the output names what failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short"]
-    file = "tests/gpu/on_fake_accelerator.py"
-    result = subprocess.run([*command, file], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short")
+    run_process(*command, "tests/gpu/on_fake_accelerator.py", cwd=ROOT, timeout=None)

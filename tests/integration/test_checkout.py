@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import venv
 from pathlib import Path
 
 import pytest
+from run_helpers import run_process
 
 ROOT = Path(__file__).resolve().parents[2]
 # Packages that only some runs need.
@@ -35,16 +35,6 @@ def python(tmp_path_factory) -> Path:
     return home / "bin" / "python"
 
 
-def run(python: Path, *command: str, cwd: Path) -> str:
-    """Run Python in ``cwd`` with PYTHONPATH=ROOT and return its standard output."""
-    env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.run(
-        [python, *command], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, process.stderr + process.stdout
-    return process.stdout
-
-
 COMMON = ["compile=never", "device=cpu", "threads=1", "updates=1", "algorithm.update_epoch=1"]
 # Run directory -> options of a run: a task of our own, and a language model with its critic.
 RUNS = {
@@ -66,7 +56,8 @@ def test_both_modes_train(python: Path, tmp_path) -> None:
     """One process trains both, because its imports take most of the time."""
     commands = [["train", "--quiet", f"run_dir={name}", *COMMON, *RUNS[name]] for name in RUNS]
     code = f"import embodied_ppo.commands.main as m; print([m.main(c) for c in {commands}])"
-    assert "[0, 0]" in run(python, "-c", code, cwd=tmp_path)
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert "[0, 0]" in run_process(python, "-c", code, cwd=tmp_path, env=env)
     for name in RUNS:
         folder = tmp_path / name
         row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from run_helpers import run_process
 
 ROOT = Path(__file__).resolve().parents[2]
 TRASH = shutil.ignore_patterns("__pycache__", "*.egg-info")
@@ -60,9 +60,7 @@ def test_files_are_copied_by_name() -> None:
 def test_make_targets_have_their_files(image: Path) -> None:
     assert any("make .venv/base" in text for text in arguments("RUN"))
     for target in (".venv/base", "train"):  # users call `train` in the container
-        command = ["make", "-n", target]
-        process = subprocess.run(command, cwd=image, capture_output=True, text=True)
-        assert process.returncode == 0, process.stderr
+        run_process("make", "-n", target, cwd=image)
 
 
 def test_package_can_be_built_from_the_copied_files(image: Path) -> None:
@@ -72,7 +70,5 @@ def test_package_can_be_built_from_the_copied_files(image: Path) -> None:
         " print(build_meta.build_editable(sys.argv[1]))"
     )
     (image / "out").mkdir()
-    command = [sys.executable, "-c", script, "out"]
-    process = subprocess.run(command, cwd=image, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr
-    assert (image / "out" / process.stdout.split()[-1]).suffix == ".whl"
+    output = run_process(sys.executable, "-c", script, "out", cwd=image)
+    assert (image / "out" / output.split()[-1]).suffix == ".whl"

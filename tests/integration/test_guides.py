@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from run_helpers import page_commands, run_block, tables
+from run_helpers import page_commands, run_process, tables
 
 ROOT = Path(__file__).resolve().parents[2]
 # Page -> text of a command -> options that are added behind it, to make it short.
@@ -26,6 +26,6 @@ def test_blocks_run(page: str, tmp_path) -> None:
         if language == "sh":
             for command, options in SHORT[page].items():
                 block = block.replace(command, f"{command} {options}")
-            run_block(block, tmp_path, env)
+            run_process("bash", "-ec", block, cwd=tmp_path, env=env)
         elif name:
             (tmp_path / name).write_text(block)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import imageio.v3 as imageio
 import pytest
+from run_helpers import page_commands, run_process
 
 import embodied_envs
 from embodied_envs.base.errors import EnvError
@@ -24,20 +23,12 @@ SMALL = (
 )
 # Options that are added to each training.
 SMALL += " compile=never"
-COMMANDS = {"embodied-ppo": "-m embodied_ppo.commands.main", "python": ""}
 
 
 @pytest.mark.slow
 def test_all_blocks_run(tmp_path) -> None:
     """Run ``sh``, save ``LANGUAGE FILE``, and replace a function by ``python FILE:function``."""
-    for name, arguments in COMMANDS.items():
-        file = tmp_path / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
-        file.chmod(0o755)
-    path = os.pathsep.join([str(ROOT), str(ROOT / "envs")])
-    env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": path}
-    folder, output = tmp_path, ""
+    folder, output, env = tmp_path, "", page_commands(tmp_path, ROOT)
     blocks = re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", TUTORIAL, re.M | re.S)
     assert len(blocks) == TUTORIAL.count("```") // 2 >= 8
     for language, target, text in blocks:
@@ -47,16 +38,7 @@ def test_all_blocks_run(tmp_path) -> None:
             for command, options in added.items():
                 lines = [f"{line} {options}" if command in line else line for line in lines]
             script = "\n".join([*lines, f"pwd >'{tmp_path}/cwd'"])
-            process = subprocess.run(
-                ["bash", "-ec", script],
-                cwd=folder,
-                env=env,
-                capture_output=True,
-                text=True,
-                timeout=300,
-            )
-            assert process.returncode == 0, f"{script}\n{process.stdout}\n{process.stderr}"
-            output += process.stdout
+            output += run_process("bash", "-ec", script, cwd=folder, env=env)
             folder = Path((tmp_path / "cwd").read_text().strip())
             continue
         assert language in ("xml", "python") and target

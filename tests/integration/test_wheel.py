@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import tarfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from run_helpers import run_process
 
 ROOT = Path(__file__).resolve().parents[2]
 # Folder of the checkout -> folder of the wheel.
@@ -32,11 +32,7 @@ TRASH = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info", ".*")
 def run(*command: object, cwd: Path) -> str:
     """Run a command without the import paths of the tests and return its standard output."""
     env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    process = subprocess.run(
-        list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert process.returncode == 0, f"{command} in {cwd}\n{process.stdout}\n{process.stderr}"
-    return process.stdout
+    return run_process(*command, cwd=cwd, env=env)
 
 
 def sources() -> set[str]:

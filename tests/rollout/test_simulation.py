@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
@@ -178,14 +177,8 @@ def test_noise_is_equal_in_every_process_and_correlated_without_rewards():
         " print(sampling_key(*p))"
     )
     keys = [sampling_key(*p) for p in parts]
-    out = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={"PYTHONHASHSEED": "12345"},
-    )
-    assert [int(line) for line in out.stdout.split()] == keys
+    out = run_helpers.run_process(sys.executable, "-c", code, env={"PYTHONHASHSEED": "12345"})
+    assert [int(line) for line in out.split()] == keys
     # The same in every version, because checkpoints depend on it.
     assert sampling_key(0, 0, 0, 0) == 3798811674703423765
     grid = {sampling_key(s, u, 0, t) for s in range(5) for u in range(20) for t in range(40)}

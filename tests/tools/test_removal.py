@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from run_helpers import run_process
 
 ROOT = Path(__file__).parents[2]
 # An editable installation would find the folder in the checkout.
@@ -35,14 +36,8 @@ def test_trainer_works_without_tools(tmp_path) -> None:
         ["plan", "experiment=cartpole"],
         ["--help"],
     ):
-        subprocess.run(
-            [sys.executable, "-m", "embodied_ppo.commands.main", *command],
-            cwd=tmp_path,
-            env=environment,
-            check=True,
-            capture_output=True,
-            timeout=300,
-        )
+        program = (sys.executable, "-m", "embodied_ppo.commands.main")
+        run_process(*program, *command, cwd=tmp_path, env=environment)
     assert (tmp_path / "run/checkpoints/step_000002").is_dir()
     check = "import embodied_ppo as ep; assert ep.train and ep.load; ep.verify"
     result = subprocess.run(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from run_helpers import assert_refused
+from run_helpers import assert_refused, run_process
 from toy_envs import BALANCE
 from toy_robots import DRONE, MODELS, QUADRUPED
 
@@ -47,10 +47,7 @@ def working_directory(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def run(command: str) -> str:
-    process = subprocess.run(["bash", "-ec", command], capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, f"{command}\n{process.stdout}\n{process.stderr}"
-    return process.stdout + process.stderr
+run = functools.partial(run_process, "bash", "-ec")
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -140,9 +139,8 @@ def test_run_policy_needs_neither_torch_nor_the_package(cheetah: Path) -> None:
         "except SystemExit as error: code = error.code\n"
         "print(code, sorted({'torch', 'embodied_ppo', 'mujoco'} & set(sys.modules)))"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=cheetah / "out", capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["replayed 400 steps: no difference", "0 []"]
+    output = run_helpers.run_process(sys.executable, "-c", code, cwd=cheetah / "out")
+    assert output.splitlines() == ["replayed 400 steps: no difference", "0 []"]
 
 
 @pytest.mark.parametrize(

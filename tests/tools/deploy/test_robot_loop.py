@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -182,10 +181,8 @@ def test_command_line_in_mujoco_tracks_as_well_as_the_trainer(robot: Path, polic
         "except SystemExit as error: code = error.code\n"
         "print(code, sorted({'torch', 'embodied_ppo', 'embodied_envs'} & set(sys.modules)))"
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=policy.folder, capture_output=True, text=True, check=True)
-    lines = done.stdout.splitlines()
-    assert lines[-1] == "0 []", done.stdout
+    lines = run_helpers.run_process(sys.executable, "-c", code, cwd=policy.folder).splitlines()
+    assert lines[-1] == "0 []", lines
     assert sum("(" in line and ", 2 s (2)" in line for line in lines) == len(
         policy.info["robot"]["tracking"]
     )
@@ -473,10 +470,9 @@ def test_signal_stops_a_robot_of_a_file(policy: Policy, tmp_path) -> None:
         "    def stop(self):\n"
         "        super().stop(); print('safe')\n"
     )
-    command = [sys.executable, "run_policy.py", "--loop", str(file), "--log", str(tmp_path / "log")]
-    done = subprocess.run(command, cwd=policy.folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1:] == ["safe", "signal SIGTERM"]
+    command = (sys.executable, "run_policy.py", "--loop", file, "--log", tmp_path / "log")
+    output = run_helpers.run_process(*command, cwd=policy.folder)
+    assert output.splitlines()[1:] == ["safe", "signal SIGTERM"]
     assert str(np.load(tmp_path / "log")["reason"]) == "signal SIGTERM"
 
 
