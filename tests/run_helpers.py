@@ -30,11 +30,12 @@ from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.policies.actor_critic import POLICY_GAIN, ActorCritic
 from embodied_ppo.ppo.robot_actor import robot_ppo
-from embodied_ppo.programs import robot
+from embodied_ppo.programs import robot, runs
 from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.programs.system import build_system
 from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.simulation import Rollout
+from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Messages
 
 BASE: dict[str, Any] = {
@@ -121,6 +122,22 @@ def tiny_config(options: Mapping[str, Any] | None = None) -> Config:
     loaded = loader.read(Config, [("base", base), ("test", nested(options))])
     validation.check(loaded.config, explicit=loaded.deliberate({"test"}))
     return loaded.config
+
+
+def train(run_dir: Path, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Train with the options of ``tiny_config`` in ``run_dir``; return the run's summary."""
+    return runs.train(tiny_config({**options, "run_dir": str(run_dir)}), quiet=True)
+
+
+def metric_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def stored(run_dir: Path, update: int) -> checkpoint.Checkpoint:
+    """Return the checkpoint of an update."""
+    return checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}")
 
 
 def tiny_training(c: Config, *, max_lag: int = 0) -> list[dict[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import gymnasium
 import numpy as np
 import pytest
 import torch
-from run_helpers import run_command, run_process
+from run_helpers import metric_rows, run_command, run_process
 
 import embodied_ppo as ep
 from embodied_envs.base import errors
@@ -112,7 +111,7 @@ def test_result_equals_that_of_the_command_line(run: ep.Run, tmp_path, capsys) -
     weights = checkpoint.open_checkpoint(run.checkpoint).policy()
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in weights)
-    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(tmp_path / "run")
     assert len(rows) == len(run.metrics) == 3
     for row, other in zip(run.metrics, rows, strict=True):
         losses = [tag for tag in row if tag.startswith(("policy/", "value/", "rollout/", "eval/"))]

@@ -20,7 +20,6 @@ from embodied_ppo.options import compose
 from embodied_ppo.options.schema import Config
 from embodied_ppo.rollout.generation import decode_model
 from embodied_ppo.tools import memory_fit
-from embodied_ppo.training import checkpoint
 from tests.integration.test_placements import rows
 
 ROBOT = run_helpers.words("""experiment=null env.id=CartPole-v1 env.num_envs=32
@@ -82,7 +81,7 @@ def device_memory(needs: dict[str, int], less: float) -> str:
 
 def weights_and_moments(run_dir: Path) -> dict[str, torch.Tensor]:
     """Return the weights after the update, and the first moments: (1 - beta1) x the gradient."""
-    source = checkpoint.open_checkpoint(run_dir / "checkpoints" / "step_000001")
+    source = run_helpers.stored(run_dir, 1)
     pairs, _ = pytree.tree_flatten_with_path(source.training()["learner"])
     moments = {path: x for key, x in pairs if "exp_avg" in (path := pytree.keystr(key))}
     assert moments

@@ -6,7 +6,6 @@ drills/test_long_runs.py, lost processes in drills/test_placement_failures.py.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import run_process
+from run_helpers import metric_rows, run_process
 
 from embodied_ppo.commands import main
 from embodied_ppo.programs import runs
@@ -81,12 +80,9 @@ sys.exit(main.main(sys.argv[1:]))
 def test_clock_that_jumps_does_not_change_training(tmp_path) -> None:
     options = [*OVERRIDES, "updates=4", f"run_dir={tmp_path / 'jumping'}"]
     run_process(sys.executable, "-c", JUMPING, "train", *options)
-    metrics = [
-        json.loads(line)
-        for line in (tmp_path / "jumping" / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows_of_run = metric_rows(tmp_path / "jumping")
     measured: list[Any] = [
-        x for row in metrics for tag, x in row.items() if tag.startswith(("time/", "speed/"))
+        x for row in rows_of_run for tag, x in row.items() if tag.startswith(("time/", "speed/"))
     ]
     assert measured and all(x >= 0 for x in measured)
     assert main.main(["train", *options[:-1], f"run_dir={tmp_path / 'steady'}"]) == 0

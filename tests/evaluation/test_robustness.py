@@ -15,7 +15,6 @@ from embodied_ppo.evaluation import robustness
 from embodied_ppo.evaluation.episodes import Episode, EvaluationResult
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import EnvConfig
-from embodied_ppo.programs import runs
 
 
 def env(**options: Any) -> EnvConfig:
@@ -124,8 +123,7 @@ def trained(tmp_path_factory) -> Path:
     run_dir = tmp_path_factory.mktemp("robustness") / "run"
     options = run_helpers.options("""env.id=HalfCheetah env.max_episode_steps=10
         model.history=2 evaluation.video_episodes=0 evaluation.episodes=2 updates=2""")
-    options |= {"run_dir": str(run_dir)}
-    runs.train(run_helpers.tiny_config(options), quiet=True)
+    run_helpers.train(run_dir, options)
     return run_dir
 
 

@@ -15,7 +15,6 @@ import wandb
 from mlflow import MlflowClient
 from wandb.proto import wandb_internal_pb2
 
-from embodied_ppo.programs import runs
 from embodied_ppo.training import trackers
 from embodied_ppo.training.logging import Log
 
@@ -37,21 +36,15 @@ def offline(tmp_path, monkeypatch) -> Iterator[None]:
 
 
 def train(run_dir: Path, **changes: Any) -> Path:
-    runs.train(
-        run_helpers.tiny_config({**TRAIN, **BOTH, "run_dir": str(run_dir), **changes}), quiet=True
-    )
+    run_helpers.train(run_dir, {**TRAIN, **BOTH, **changes})
     return run_dir
 
 
 # -------------------------------------------------------------------------------------- read stores
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
 def points(run_dir: Path) -> Points:
     """Return tag -> [(step, value)] of metrics.jsonl, without empty values."""
     result: Points = {}
-    for row in rows(run_dir):
+    for row in run_helpers.metric_rows(run_dir):
         for tag, value in row.items():
             if tag not in ("update", "env_steps") and value is not None:
                 result.setdefault(tag, []).append((row["env_steps"], value))

@@ -211,8 +211,7 @@ def student(teacher: Path, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_student_approaches_the_teacher(student: Path) -> None:
-    metrics = [json.loads(line) for line in (student / "metrics.jsonl").read_text().splitlines()]
-    trained = metrics[1:]
+    trained = run_helpers.metric_rows(student)[1:]
     first, last = trained[0]["distill/action_error"], trained[-1]["distill/action_error"]
     assert 0 < last < 0.85 * first  # the teacher reads a number that is drawn in every step
     assert 0 < trained[-1]["distill/loss"] < trained[0]["distill/loss"]

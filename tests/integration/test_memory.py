@@ -18,9 +18,8 @@ import embodied_ppo as ep
 from embodied_ppo.evaluation import checkpoint_evaluation
 from embodied_ppo.evaluation.episodes import evaluation_seeds
 from embodied_ppo.options.schema import EvaluateConfig
-from embodied_ppo.programs import runs
 from embodied_ppo.rollout import environments
-from embodied_ppo.training import checkpoint, trained_run
+from embodied_ppo.training import trained_run
 from tests.integration.test_resume import check_resume
 
 RECURRENT = run_helpers.options("""model.recurrent=gru model.recurrent_size=8
@@ -36,7 +35,7 @@ BASE = run_helpers.options("""env.id=InvertedPendulum-v4 env.max_episode_steps=1
 
 
 def train(run_dir: Path, **options: Any) -> Path:
-    runs.train(run_helpers.tiny_config({**BASE, **options, "run_dir": str(run_dir)}), quiet=True)
+    run_helpers.train(run_dir, {**BASE, **options})
     return run_dir
 
 
@@ -44,10 +43,6 @@ def train(run_dir: Path, **options: Any) -> Path:
 def trained(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     return train(folder / "run", **MEMORIES[request.param])
-
-
-def weights(run_dir: Path, update: int = 4) -> dict[str, Any]:
-    return checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}").policy()
 
 
 @pytest.mark.slow
@@ -94,10 +89,10 @@ def test_loaded_policy_gives_the_reports_return(trained: Path, tmp_path) -> None
 @pytest.mark.slow
 def test_results_do_not_depend_on_micro_batches(tmp_path) -> None:
     options = {**MEMORIES["lstm"], "updates": 1}
-    whole = weights(train(tmp_path / "whole", **options), 1)
+    whole = run_helpers.stored(train(tmp_path / "whole", **options), 1)
     parts = {"algorithm.micro_batch_size": 8, "algorithm.logprob_forward_micro_batch_size": 8}
-    parted = weights(train(tmp_path / "parts", **options, **parts), 1)
-    run_helpers.assert_states_close(parted, whole)
+    parted = run_helpers.stored(train(tmp_path / "parts", **options, **parts), 1)
+    run_helpers.assert_states_close(parted.policy(), whole.policy())
 
 
 @pytest.mark.slow
@@ -107,8 +102,7 @@ def test_reference_policy_and_off_policy_correction_read_columns(tmp_path) -> No
         algorithm.off_policy_correction=token algorithm.update_epoch=1
         algorithm.global_batch_size=32""")
     train(tmp_path / "run", **options)
-    text = (tmp_path / "run" / "metrics.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
+    rows = run_helpers.metric_rows(tmp_path / "run")
     assert rows[-2]["kl/to_reference"] == pytest.approx(0, abs=1e-7)
     assert rows[-1]["kl/to_reference"] > 1e-7
     assert rows[-1]["policy/off_policy_weight"] == pytest.approx(1, abs=1e-5)

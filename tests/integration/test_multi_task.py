@@ -13,8 +13,6 @@ import torch
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.evaluation import checkpoint_evaluation
 from embodied_ppo.options.schema import EvaluateConfig
-from embodied_ppo.programs import runs
-from embodied_ppo.training import checkpoint
 from tests.integration.test_resume import check_resume
 
 TASKS = ["Reacher-v4", "Swimmer-v4"]
@@ -25,7 +23,7 @@ BASE = run_helpers.options("""env.id=[Reacher-v4,Swimmer-v4] env.num_envs=12
 
 
 def train(run_dir: Path, **options: Any) -> Path:
-    runs.train(run_helpers.tiny_config({**BASE, **options, "run_dir": str(run_dir)}), quiet=True)
+    run_helpers.train(run_dir, {**BASE, **options})
     return run_dir
 
 
@@ -35,13 +33,12 @@ def trained(tmp_path_factory) -> Path:
 
 
 def weights(run_dir: Path) -> dict[str, Any]:
-    return checkpoint.open_checkpoint(run_dir / "checkpoints" / "step_000004").policy()
+    return run_helpers.stored(run_dir, 4).policy()
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Return the metrics of episodes in the rows of metrics.jsonl."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = run_helpers.metric_rows(run_dir)
     return [{k: x for k, x in row.items() if k[:5] in ("rollo", "eval/")} for row in rows]
 
 

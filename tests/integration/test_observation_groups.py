@@ -15,7 +15,7 @@ from embodied_ppo.core import compile
 from embodied_ppo.core.types import Trajectory
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.ppo.robot_actor import robot_ppo
-from embodied_ppo.programs import robot, runs
+from embodied_ppo.programs import robot
 from embodied_ppo.rollout import environments
 from tests.integration.test_resume import check_resume
 
@@ -77,7 +77,7 @@ def test_actor_does_not_depend_on_the_critics_group_before_the_first_update() ->
 def trained(tmp_path_factory) -> Path:
     """A run of 4 updates with chunks of actions, each with a value."""
     run_dir = tmp_path_factory.mktemp("groups") / "run"
-    runs.train(run_helpers.tiny_config({**GROUPED, "run_dir": str(run_dir)}), quiet=True)
+    run_helpers.train(run_dir, GROUPED)
     return run_dir
 
 

@@ -77,8 +77,7 @@ TRAIN = run_helpers.options("""env.id=toy_envs:Balance env.num_envs=2 env.max_ep
 @cache
 def _run(options: str) -> Path:
     folder = FOLDER / f"run{abs(hash(options))}"
-    changes = {"run_dir": str(folder), **json.loads(options)}
-    runs.train(run_helpers.tiny_config({**TRAIN, **changes}), quiet=True)
+    run_helpers.train(folder, {**TRAIN, **json.loads(options)})
     return folder
 
 
@@ -94,8 +93,7 @@ def checkpoints(option: str, value: Any) -> list[str]:
 
 def rows(option: str, value: int) -> int:
     """Return the number of rows of metrics with an evaluation."""
-    lines = (run(option, value) / "metrics.jsonl").read_text().splitlines()
-    return sum("eval/return" in line for line in lines)
+    return sum("eval/return" in row for row in run_helpers.metric_rows(run(option, value)))
 
 
 @contextmanager

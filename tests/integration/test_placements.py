@@ -21,8 +21,6 @@ from embodied_ppo.cluster.ray_reservation import Reservation
 from embodied_ppo.cluster.ray_worker import LOOPBACK, RayWorkerActor
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.placement import Hardware, plan
-from embodied_ppo.programs import runs
-from embodied_ppo.training import checkpoint
 from tests.integration.test_resume import rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,8 +33,7 @@ SMALL = run_helpers.options("""env.id=CartPole-v1 env.num_envs=8 algorithm.horiz
 
 def weights(run_dir: Path, update: int = 4) -> dict[str, torch.Tensor]:
     """Return the policy of a checkpoint."""
-    step = run_dir / "checkpoints" / f"step_{update:06d}"
-    return checkpoint.open_checkpoint(step).policy()
+    return run_helpers.stored(run_dir, update).policy()
 
 
 def equal_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -46,7 +43,7 @@ def equal_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) 
 def train(run_dir: Path, **options: Any) -> list[dict[str, Any]]:
     """Train with ``SMALL``; ``__`` in the name of an option stands for a dot."""
     overrides = {name.replace("__", "."): value for name, value in options.items()}
-    runs.train(run_helpers.tiny_config({**SMALL, "run_dir": str(run_dir), **overrides}), quiet=True)
+    run_helpers.train(run_dir, {**SMALL, **overrides})
     return rows(run_dir)
 
 
@@ -201,10 +198,7 @@ def test_sharded_learners_equal_unsharded_ones(name: str, unsharded: Path, tmp_p
     options = {**SHARDED[name], "algorithm__use_kl_loss": True, "cluster__shard": True}
     run_dir = tmp_path / "run"
     assert_close(train(run_dir, **options), rows(unsharded))
-    expected, sharded = (
-        checkpoint.open_checkpoint(folder / "checkpoints" / "step_000004")
-        for folder in (unsharded, run_dir)
-    )
+    expected, sharded = (run_helpers.stored(folder, 4) for folder in (unsharded, run_dir))
     run_helpers.assert_states_close(sharded.policy(), expected.policy())
     run_helpers.assert_states_close(sharded.training()["learner"], expected.training()["learner"])
 

@@ -56,7 +56,7 @@ def train(run_dir: Path, command: Any = runs.train, **options: Any) -> list[dict
 
 def weights(run_dir: Path, update: int = 3) -> dict[str, torch.Tensor]:
     """Return the tensors of actor and critic of a checkpoint."""
-    source = checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}")
+    source = run_helpers.stored(run_dir, update)
     critic = source.training()["learner"]["critic_weights"] or {}
     return source.policy() | {f"critic {name}": x for name, x in critic.items()}
 

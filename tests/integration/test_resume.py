@@ -50,7 +50,7 @@ def tiny(run_dir: Path, **changes: object) -> Config:
 
 
 def contents(run_dir: Path, update: int) -> tuple[dict, dict]:
-    source = checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}")
+    source = run_helpers.stored(run_dir, update)
     return source.policy(), source.training()
 
 
@@ -72,9 +72,9 @@ def assert_same(a: object, b: object, path: str = "") -> None:
 
 def rows(run_dir: Path) -> list[dict]:
     """Return the metrics of a run that do not depend on the machine."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     measured = ("time/", "speed/", "memory/", "weights/", "device/")
-    return [{k: v for k, v in json.loads(x).items() if not k.startswith(measured)} for x in lines]
+    rows = run_helpers.metric_rows(run_dir)
+    return [{k: v for k, v in row.items() if not k.startswith(measured)} for row in rows]
 
 
 def check_resume(run_dir: Path, folder: Path, *, at: int, updates: int) -> None:

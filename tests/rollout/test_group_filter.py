@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from embodied_ppo.core import compile
 from embodied_ppo.core.types import Trajectory
 from embodied_ppo.data.prompts import Sampler
 from embodied_ppo.policies import robot_policy
-from embodied_ppo.programs import robot, runs
+from embodied_ppo.programs import robot
 from embodied_ppo.rollout import environments
 from embodied_ppo.rollout.group_filter import GroupFilter, join_passes, mask_groups, mixed_groups
 from embodied_ppo.rollout.rewards.graders import Grade
@@ -206,11 +205,9 @@ def test_passes_are_new_episodes_and_one_round_masks_groups() -> None:
 
 
 def test_env_steps_of_a_run_include_dropped_groups(tmp_path) -> None:
-    options = {**POINT, "run_dir": str(tmp_path / "run"), "evaluation.episodes": 2}
-    runs.train(run_helpers.tiny_config(options), quiet=True)
-    text = (tmp_path / "run" / "metrics.jsonl").read_text()
+    run_helpers.train(tmp_path, {**POINT, "evaluation.episodes": 2})
     steps = 0
-    for row in map(json.loads, text.splitlines()):
+    for row in run_helpers.metric_rows(tmp_path):
         if "rollout/filter_rounds" in row:
             steps += int(row["rollout/filter_rounds"]) * 8 * 8
             assert row["env_steps"] == steps

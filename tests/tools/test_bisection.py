@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_helpers import assert_refused, run_command
+from run_helpers import assert_refused, metric_rows, run_command
 
 import embodied_ppo as ep
 from embodied_envs.base.errors import ConfigError
@@ -59,10 +58,7 @@ def test_printed_answer_and_a_condition_on_the_rollout(run_dir, capsys):
 
 def test_conditions_that_need_no_repetition(run_dir, capsys):
     result = run_command(capsys, "bisect", run_dir, "policy/approx_kl > 100")
-    values = [
-        json.loads(line).get("policy/approx_kl", -math.inf)
-        for line in (run_dir / "metrics.jsonl").read_text().splitlines()
-    ]
+    values = [row.get("policy/approx_kl", -math.inf) for row in metric_rows(run_dir)]
     largest = max(range(41), key=lambda i: values[i])
     assert not result["held"] and result["extreme"] == "largest"
     assert (result["update"], result["value"]) == (largest, values[largest])

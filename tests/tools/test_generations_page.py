@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from headless_browser import Browser
+from run_helpers import metric_rows
 
 from embodied_ppo.data.prompts import Prompt
 from embodied_ppo.tools import watch_server
@@ -71,11 +71,10 @@ def test_a_killed_run_has_every_line_once_after_its_resume(tmp_path) -> None:
     assert sorted(whole) == evaluations + [f"train_{i:06d}.jsonl" for i in range(1, 7)]
     assert resumed == whole
     # The lines have what the metrics are made of.
-    rows = [json.loads(x) for x in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
     lines = read(tmp_path / "whole", "train", 3)
     assert len(lines) == 32 and lines[0]["prompt"] == lines[1]["prompt"]
     graded = [x for x in lines if x["score"] is not None]
-    row = next(row for row in rows if row["update"] == 3)
+    row = next(row for row in metric_rows(tmp_path / "whole") if row["update"] == 3)
     assert len(lines) - len(graded) == row["rollout/grader_failures"] > 0
     assert sum(x["score"] for x in graded) / len(graded) == pytest.approx(row["rollout/return"])
     assert sum(x["right"] for x in graded) / len(graded) == row["rollout/success"]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from run_helpers import assert_refused, run_process
+from run_helpers import assert_refused, metric_rows, run_process
 from toy_envs import BALANCE
 from toy_robots import DRONE, MODELS, QUADRUPED
 
@@ -138,9 +138,9 @@ def test_velocity_template_trains_and_is_evaluated_with_a_command() -> None:
     train = f"{program} train --quiet --config-dir dog/configs experiment=dog {small}"
     changes = "env.rewards.tracking_lin_vel.weight=2 ~env.rewards.pose"
     run(f"{train} {changes} env.rewards.fast_joints.weight=-0.1 run_dir=run")
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    assert {"env/tracking_lin_vel", "env/fast_joints", "env/error_ang_vel_yaw"} <= set(rows[-1])
-    assert "env/pose" not in rows[-1]
+    row = metric_rows(Path("run"))[-1]
+    assert {"env/tracking_lin_vel", "env/fast_joints", "env/error_ang_vel_yaw"} <= set(row)
+    assert "env/pose" not in row
     still = "{lin_vel_x: [0.7, 0.7], lin_vel_y: [0, 0], ang_vel_yaw: [0, 0]}"
     evaluate = f"{program} evaluate checkpoint=run episodes=2 num_envs=2 video=false out=r"
     run(f"{evaluate} 'env.commands={still}'")

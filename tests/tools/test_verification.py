@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from run_helpers import assert_refused, run_command
+from run_helpers import assert_refused, metric_rows, run_command
 from torch import Tensor
 
 import embodied_ppo as ep
@@ -84,12 +84,11 @@ def correct_manifest(run_dir: Path, update: int, **changes: Any) -> None:
 
 def edit_row(run_dir: Path, update: int, **values: float) -> None:
     """Change values in the row of an update."""
-    path = run_dir / "metrics.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = metric_rows(run_dir)
     (row,) = [row for row in rows if row["update"] == update]
     assert row.keys() >= values.keys()
     row.update(values)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def results(content: Mapping[str, Any]) -> dict[str, str]:
@@ -250,7 +249,7 @@ def test_resumed_runs(is_relative, tmp_path, monkeypatch):
 
 def test_values_that_this_version_added_are_not_compared(copy):
     """The run has no such metric, and no such field of an episode."""
-    rows = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    rows = metric_rows(copy)
     for row in rows:
         row.pop("policy/entropy", None)
     (copy / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

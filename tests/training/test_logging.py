@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import run_helpers
+from run_helpers import metric_rows
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer import event_file_writer
 
 from embodied_ppo.core.types import Mean, Metrics
-from embodied_ppo.programs import runs
 from embodied_ppo.training.logging import Log
 
 DOCS = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -32,10 +32,6 @@ LANGUAGE_ONLY |= {
 LANGUAGE_ONLY |= {f"eval/{x}" for x in ("truncated", "format", "grader_failures", "reward/<name>")}
 # Documented tags that mode=reasoning alone writes: test_reasoner compares them.
 LANGUAGE_ONLY |= {"reward/<name>", "policy/positive_nll"}
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def board(run_dir: Path) -> EventAccumulator:
@@ -72,7 +68,7 @@ def test_rows_equal_tensorboard_points(tmp_path):
         row = training(update, **{"rollout/return": result})
         log.metrics(row, update=update, steps=64 * update)
     log.close()
-    log_rows = rows(tmp_path)
+    log_rows = metric_rows(tmp_path)
     assert [(r["update"], r["env_steps"]) for r in log_rows] == [(i, 64 * i) for i in range(4)]
     assert log_rows[0] == {"update": 0, "env_steps": 0, "eval/return": 1.5}
     assert log_rows[1]["rollout/return"] is None
@@ -109,11 +105,11 @@ def test_resumed_log_drops_rows_after_checkpoint(tmp_path):
         f.write('{"update": 8, "env_st')  # killed while writing
     time.sleep(1.1)  # event files are named by the second
     log = Log(tmp_path, total_updates=10, completed_updates=4, quiet=True)
-    assert [r["update"] for r in rows(tmp_path)] == [1, 2, 3, 4]
+    assert [r["update"] for r in metric_rows(tmp_path)] == [1, 2, 3, 4]
     for update in (5, 6):
         log.metrics({SPEED: -1.0}, update=update, steps=64 * update)
     log.close()
-    assert [r["update"] for r in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [r["update"] for r in metric_rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
     # in TensorBoard, too: points up to the checkpoint stay, later ones are replaced
     speeds = [(64.0 * u, 1000.0 * u) for u in (1, 2, 3, 4)]
     assert scalars(tmp_path)[SPEED] == [*speeds, (320, -1.0), (384, -1.0)]
@@ -127,7 +123,7 @@ def test_damaged_rows_are_left_out(tmp_path):
     lines[1], lines[3], lines[5] = b'{"update": 2, "env', lines[3] + b"\xff}", b"[6]"
     (tmp_path / "metrics.jsonl").write_bytes(b"\n".join([*lines[:-1], lines[-1][:20]]))
     write(tmp_path, range(6, 7), completed_updates=5)
-    assert [r["update"] for r in rows(tmp_path)] == [1, 3, 5, 6]
+    assert [r["update"] for r in metric_rows(tmp_path)] == [1, 3, 5, 6]
 
 
 @pytest.mark.slow
@@ -135,7 +131,7 @@ def test_new_run_drops_rows_of_run_without_checkpoint(tmp_path):
     write(tmp_path, range(0, 4))
     time.sleep(1.1)
     write(tmp_path, range(1, 2))
-    assert [r["update"] for r in rows(tmp_path)] == [1]
+    assert [r["update"] for r in metric_rows(tmp_path)] == [1]
     assert scalars(tmp_path)[SPEED] == [(64, 1000.0)]
 
 
@@ -191,12 +187,12 @@ def documented() -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     path = tmp_path_factory.mktemp("runs") / "all"
-    runs.train(run_helpers.tiny_config({**ALL_ON, "run_dir": str(path)}), quiet=True)
+    run_helpers.train(path, ALL_ON)
     return path
 
 
 def test_tags_equal_documentation(run_dir):
-    written = {tag for row in rows(run_dir) for tag in row} - {"update", "env_steps"}
+    written = {tag for row in metric_rows(run_dir) for tag in row} - {"update", "env_steps"}
     events = board(run_dir / "tensorboard")
     written |= set(events.Tags()["scalars"])
     assert {"env/near", "env/near/episode_sum"} <= written
@@ -229,7 +225,7 @@ def test_tags_equal_documentation(run_dir):
 
 def test_metrics_change_during_training(run_dir):
     """All metrics that can change in this run have changed, and none is at a bound."""
-    log_rows = [row for row in rows(run_dir) if SPEED in row]
+    log_rows = [row for row in metric_rows(run_dir) if SPEED in row]
     assert len(log_rows) == 3
     # As they must be here.
     constant = {"rollout/version_lag": 0, "policy/epochs": 3, "advantage/zero_fraction": 0}
@@ -256,7 +252,7 @@ def test_metrics_change_during_training(run_dir):
 
 def test_summary_equals_rows(run_dir):
     summary = json.loads((run_dir / "summary.json").read_text())
-    last = rows(run_dir)[-1]
+    last = metric_rows(run_dir)[-1]
     assert summary["final_return"] == last["eval/return"]
     assert summary["env_steps"] == last["env_steps"] == 192
-    assert summary["initial_return"] == rows(run_dir)[0]["eval/return"]
+    assert summary["initial_return"] == metric_rows(run_dir)[0]["eval/return"]

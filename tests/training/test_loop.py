@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from pathlib import Path
 from typing import Any, Literal
 
@@ -78,8 +77,7 @@ def train(
         system, log, schedule, completed_updates=completed_updates, should_stop=should_stop
     )
     log.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    return system.calls, rows, outcome
+    return system.calls, run_helpers.metric_rows(tmp_path), outcome
 
 
 def only(calls: list[tuple[Any, ...]], name: str) -> list[tuple[Any, ...]]:
@@ -192,6 +190,6 @@ def test_version_lag_of_local_system(tmp_path):
     loop.train(system, log, loop.Schedule(updates=4, horizon=8, max_lag=2))
     log.close()
     system.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    rows = run_helpers.metric_rows(tmp_path)
     assert [r["rollout/version_lag"] for r in rows] == [0, 1, 2, 2]
     assert rows[2]["policy/approx_kl"] > rows[0]["policy/approx_kl"]

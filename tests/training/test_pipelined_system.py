@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import run_helpers
-from run_helpers import tiny_config, tiny_rollout, tiny_training
+from run_helpers import metric_rows, tiny_config, tiny_rollout, tiny_training
 
 from embodied_envs.base.errors import TrainingError
 from embodied_ppo.options.schema import Config
@@ -20,7 +19,7 @@ from embodied_ppo.programs import runs
 from embodied_ppo.rollout.acting import Acting
 from embodied_ppo.rollout.simulation import Rollout
 from embodied_ppo.tools.state_differences import state_differences
-from embodied_ppo.training import checkpoint
+from tests.integration.test_resume import contents
 
 TINY = run_helpers.options(
     "env.id=InvertedPendulum-v4 updates=6 pipeline=true algorithm.off_policy_correction=token"
@@ -33,18 +32,12 @@ def config(run_dir: Path, **changes: Any) -> Config:
 
 
 def rows(run_dir: Path) -> list[dict[str, float]]:
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["update"]]
-
-
-def state(run_dir: Path, update: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    source = checkpoint.open_checkpoint(run_dir / "checkpoints" / f"step_{update:06d}")
-    return source.policy(), source.training()
+    return [row for row in metric_rows(run_dir) if row["update"]]
 
 
 def assert_equal_runs(one: Path, other: Path, update: int) -> None:
     """Check that the checkpoints of two runs after ``update`` are equal in every bit."""
-    assert not list(state_differences(state(one, update), state(other, update)))
+    assert not list(state_differences(contents(one, update), contents(other, update)))
 
 
 def test_equals_the_same_order_in_one_thread(tmp_path) -> None:
@@ -58,7 +51,7 @@ def test_equals_the_same_order_in_one_thread(tmp_path) -> None:
     for row, reference in zip(logged, expected, strict=True):
         for tag in ("policy/loss", "policy/approx_kl", "value/loss", "rollout/episodes"):
             assert row[tag] == reference[tag], tag
-    policy, training = state(tmp_path / "run", 6)
+    policy, training = contents(tmp_path / "run", 6)
     weights = sum(float(x.double().abs().sum()) for k, x in policy.items() if "normal" not in k)
     assert weights > 0 and not training["pending"]
 
@@ -67,7 +60,7 @@ def test_equals_the_same_order_in_one_thread(tmp_path) -> None:
 def test_resume_is_exact(tmp_path) -> None:
     runs.train(config(tmp_path / "whole", save_every=3, keep_last=9), quiet=True)
     runs.train(config(tmp_path / "parts"), quiet=True, stop_after=3)
-    assert list(state(tmp_path / "parts", 3)[1]["pending"]) == [3]
+    assert list(contents(tmp_path / "parts", 3)[1]["pending"]) == [3]
     assert_equal_runs(tmp_path / "whole", tmp_path / "parts", 3)
     runs.train(config(tmp_path / "parts", resume=str(tmp_path / "parts")), quiet=True)
     assert_equal_runs(tmp_path / "whole", tmp_path / "parts", 6)

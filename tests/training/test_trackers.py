@@ -18,7 +18,6 @@ import run_helpers
 import torch
 
 from embodied_ppo.commands import main
-from embodied_ppo.programs import runs
 from embodied_ppo.training import trackers
 from embodied_ppo.training.trackers import MetricsRow, Status, TrackedRun, Trackers
 
@@ -74,9 +73,7 @@ def started(tmp_path: Path, say: Callable[[str], None], **options: Any) -> Track
 
 
 def train(run_dir: Path, **changes: Any) -> dict[str, Any]:
-    return runs.train(
-        run_helpers.tiny_config({**TRAIN, "run_dir": str(run_dir), **changes}), quiet=True
-    )
+    return run_helpers.train(run_dir, {**TRAIN, **changes})
 
 
 def files(run_dir: Path) -> set[str]:
@@ -85,7 +82,7 @@ def files(run_dir: Path) -> set[str]:
 
 
 def untimed(run_dir: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = run_helpers.metric_rows(run_dir)
     timed = ("time/", "speed/", "memory/")
     return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
@@ -117,7 +114,7 @@ def test_training_does_not_depend_on_its_trackers(fails_at: str, tmp_path, monke
         return
     expected = [
         (row["env_steps"], tag)
-        for row in map(json.loads, (tracked / "metrics.jsonl").read_text().splitlines())
+        for row in run_helpers.metric_rows(tracked)
         for tag, value in row.items()
         if "/" in tag and value is not None
     ]
@@ -134,7 +131,7 @@ def test_resumed_run_passes_its_identity_on(tmp_path, monkeypatch) -> None:
     train(tmp_path / "run", trackers=["wandb"])
     assert json.loads((tmp_path / "run/trackers.json").read_text()) == {"wandb": {"id": "42"}}
     more = {"trackers": ["wandb"], "updates": 4, "resume": str(tmp_path / "run")}
-    runs.train(run_helpers.tiny_config({**TRAIN, **more}), quiet=True)
+    train(tmp_path / "run", **more)
     assert first.run is not None and first.run.id is None
     assert second.run is not None and second.run.id == "42"
     assert second.run.name == "balance/run" == first.run.name

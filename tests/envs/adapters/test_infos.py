@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import gymnasium
@@ -17,7 +16,6 @@ from embodied_envs.adapters.infos import read_numbers
 from embodied_ppo.evaluation.episodes import evaluate
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.actor_critic import ActorCritic
-from embodied_ppo.programs import runs
 from embodied_ppo.rollout.simulation import Rollout
 
 
@@ -124,9 +122,8 @@ def test_extras_of_batched_environments_become_curves(tmp_path, monkeypatch) -> 
     monkeypatch.setattr(torch_tasks.Cart, "step", step)
     options = run_helpers.options("""env.id=torch_tasks:cart env.simulator=torch
         env.num_threads=0 evaluation.episodes=2 updates=4 save_every=2""")
-    path = tmp_path / "run"
-    runs.train(run_helpers.tiny_config({**options, "run_dir": str(path)}), quiet=True)
-    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    run_helpers.train(tmp_path / "run", options)
+    rows = run_helpers.metric_rows(tmp_path / "run")
     for name, expected in (("episode/rew_x", 4.0), ("Curriculum/level", 2.0)):
         assert {row.get(f"env/{name}") for row in rows} - {None} == {expected}
     ended = next(row for row in rows if row.get("rollout/episodes"))
@@ -134,8 +131,7 @@ def test_extras_of_batched_environments_become_curves(tmp_path, monkeypatch) -> 
     assert ended["env/is_success"] <= 1.0
     again = tmp_path / "again"
     for updates in (2, 4):
-        changes = {**options, "updates": updates, "run_dir": str(again), "resume": "auto"}
-        runs.train(run_helpers.tiny_config(changes), quiet=True)
-    for row, other in zip(rows, map(json.loads, (again / "metrics.jsonl").open()), strict=True):
+        run_helpers.train(again, {**options, "updates": updates, "resume": "auto"})
+    for row, other in zip(rows, run_helpers.metric_rows(again), strict=True):
         curves = {tag: x for tag, x in other.items() if tag.startswith(("env/", "rollout/"))}
         assert curves == {tag: row[tag] for tag in curves}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from embodied_envs.checks import check_env
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.robots import rough_terrain
 from embodied_envs.tasks.go1_rough import Go1Rough
-from embodied_ppo.programs import runs
 from tests.integration.test_resume import check_resume
 
 ALL = ["state", "height_scan", "privileged"]
@@ -127,8 +125,8 @@ def test_resumed_run_with_a_curriculum_equals_an_uninterrupted_one(tmp_path, mon
         evaluation.num_envs=1 evaluation.video_episodes=0 compile=never updates=4 save_every=2""")
     options["env.kwargs"] = {"levels": 20, "terrain": ["slopes"]}
     full = tmp_path / "full"
-    runs.train(run_helpers.tiny_config({**options, "run_dir": str(full)}), quiet=True)
+    run_helpers.train(full, options)
     check_resume(full, tmp_path / "half", at=2, updates=4)
-    lines = [json.loads(x) for x in (full / "metrics.jsonl").read_text().splitlines()]
-    levels = [x["rollout/terrain_level"] for x in lines if "rollout/terrain_level" in x]
+    rows = run_helpers.metric_rows(full)
+    levels = [x["rollout/terrain_level"] for x in rows if "rollout/terrain_level" in x]
     assert len(set(levels)) == 4 and min(levels) > 0

@@ -24,7 +24,6 @@ from embodied_ppo.evaluation.episodes import evaluation_seeds
 from embodied_ppo.options.schema import EvaluateConfig
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.policies.actor_critic import ActorCritic
-from embodied_ppo.programs import runs
 from embodied_ppo.rollout import environments
 from embodied_ppo.tools.deploy import bundle, policy_export, run_policy
 from embodied_ppo.tools.deploy.run_policy import BundleError, Policy
@@ -41,16 +40,11 @@ CHEETAH |= {"env.max_episode_steps": STEPS}
 JOINTS = ["bthigh", "bshin", "bfoot", "fthigh", "fshin", "ffoot"]
 
 
-def train(run_dir: Path, options: dict[str, Any]) -> Path:
-    runs.train(run_helpers.tiny_config({**options, "run_dir": str(run_dir)}), quiet=True)
-    return run_dir
-
-
 @pytest.fixture(scope="module")
 def cheetah(tmp_path_factory) -> Path:
     """A folder with the run ``run`` and its bundle ``out``."""
     folder = tmp_path_factory.mktemp("cheetah")
-    train(folder / "run", CHEETAH)
+    run_helpers.train(folder / "run", CHEETAH)
     summary = policy_export.export(str(folder / "run"), str(folder / "out"))
     assert summary["recorded_steps"] == 4 * STEPS and summary["action_difference"] < 1e-6
     return folder
@@ -157,7 +151,7 @@ def test_run_policy_needs_neither_torch_nor_the_package(cheetah: Path) -> None:
 )
 def test_choices_chunks_and_groups(options: dict[str, Any], tmp_path) -> None:
     common = {"evaluation.episodes": 1, "evaluation.video_episodes": 0, "updates": 1}
-    train(tmp_path / "run", {**common, "compile": "never", **options})
+    run_helpers.train(tmp_path / "run", {**common, "compile": "never", **options})
     policy_export.export(str(tmp_path / "run"), str(tmp_path / "out"))
     policy = Policy(tmp_path / "out")
     golden = policy.golden
@@ -347,7 +341,7 @@ def remembering(tmp_path_factory) -> Path:
     options = run_helpers.options("""model.history=3 model.recurrent=lstm
         model.recurrent_size=4 model.shared_backbone=false algorithm.minibatch_unit=column""")
     options |= {**CHEETAH, "env.kwargs": {"velocities": False}}
-    train(folder / "run", options)
+    run_helpers.train(folder / "run", options)
     summary = policy_export.export(str(folder / "run"), str(folder / "out"))
     assert summary["recorded_steps"] == 4 * STEPS and summary["action_difference"] < 1e-5
     return folder
@@ -398,6 +392,6 @@ def test_network_with_an_operation_that_onnx_lacks_is_refused(tmp_path) -> None:
         "        return torch.special.bessel_j0(inputs['obs'])\n"
     )
     options = {**CHEETAH, "model.network": f"{file}:Net", "updates": 1}
-    train(tmp_path / "run", options)
+    run_helpers.train(tmp_path / "run", options)
     with pytest.raises(ConfigError, match=r"no counterpart in ONNX .*special_bessel_j0"):
         policy_export.export(str(tmp_path / "run"), str(tmp_path / "out"))

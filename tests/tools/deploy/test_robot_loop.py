@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import run_helpers
 import torch
-from tools.deploy.test_bundle import CHEETAH, pytestmark, train
+from tools.deploy.test_bundle import CHEETAH, pytestmark
 from toy_robots import QUADRUPED
 
 from embodied_ppo.evaluation.episodes import evaluation_seeds
@@ -71,7 +71,7 @@ def robot(request, tmp_path_factory) -> Path:
         sys.path.insert(0, str(folder))
         request.addfinalizer(lambda: sys.path.remove(str(folder)))
         id = "deployed_stand:Stand"
-    train(folder / "run", {**OPTIONS, **DELAYS, "env.id": id})
+    run_helpers.train(folder / "run", {**OPTIONS, **DELAYS, "env.id": id})
     policy_export.export(str(folder / "run"), str(folder / "out"))
     return folder
 
@@ -231,7 +231,7 @@ def test_a_scene_that_cannot_be_written_is_one_line(policy: Policy, tmp_path) ->
 
 
 def test_a_task_without_parts_gets_a_stub(tmp_path, capsys) -> None:
-    train(tmp_path / "run", {**CHEETAH, "updates": 1})
+    run_helpers.train(tmp_path / "run", {**CHEETAH, "updates": 1})
     policy_export.export(str(tmp_path / "run"), str(tmp_path / "out"))
     stub = (tmp_path / "out" / "observation.py").read_text()
     assert "# 2: bthigh position, rad" in stub

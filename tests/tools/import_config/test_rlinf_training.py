@@ -60,8 +60,7 @@ def train_tiny(options: dict[str, Any], folder: Path, name: str, **more: Any) ->
     if "cluster.component_placement" in options:
         arguments.append("~cluster.component_placement")
     assert main.main([*arguments, *(f"{path}={value}" for path, value in small.items())]) == 0
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    trained = [row for row in rows if "policy/loss" in row]
+    trained = [row for row in run_helpers.metric_rows(Path("run")) if "policy/loss" in row]
     assert len(trained) == 2
     return trained
 
