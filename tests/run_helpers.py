@@ -271,6 +271,14 @@ def run_process(*command: object, **options: Any) -> str:
     return done.stdout
 
 
+@torch.no_grad()
+def perturb(module: torch.nn.Module, scale: float, *, frozen: bool = False) -> None:
+    """Add noise to the trained parameters, new ones of which are zero, or to all parameters."""
+    for p in module.parameters():
+        if p.requires_grad or frozen:
+            p.add_(scale * torch.randn_like(p))
+
+
 def trace_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ``torch.compile`` trace functions without generating code."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

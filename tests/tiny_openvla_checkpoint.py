@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from run_helpers import perturb
 from safetensors.torch import save_file
 
 from embodied_ppo.policies.vla import openvla_files
@@ -124,9 +125,8 @@ def _write_openvla(folder: Path) -> Path:
         norm_stats=stats,
     )
     body = OpenVLABody(config)
+    perturb(body, 0.1, frozen=True)
     with torch.no_grad():
-        for p in body.parameters():
-            p.add_(0.1 * torch.randn_like(p))
         body.dino.embeddings.position_embeddings[:, 0] = 0
     write_openvla(body, folder)
     tokenizer().backend_tokenizer.save(str(folder / "tokenizer.json"))

@@ -55,9 +55,7 @@ def tiny_model(seed: int = 0, *, kind: str = "pi0", **fields: Any) -> Any:
         model = PI0ForConditionalGeneration(tiny_config(**fields))
         if kind == "pi05":
             model = use_adaptive_norms(model)
-        with torch.no_grad():
-            for p in model.parameters():
-                p.add_(0.1 * torch.randn_like(p))
+        run_helpers.perturb(model, 0.1, frozen=True)
     return model
 
 

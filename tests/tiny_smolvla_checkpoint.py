@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from run_helpers import options
+from run_helpers import options, perturb
 from safetensors.torch import save_file
 from tiny_pi0_checkpoint import write_tokenizer
 
@@ -47,9 +47,7 @@ def write_checkpoint(folder: Path, *, statistics: bool = True, **fields: Any) ->
     raw = CONFIG | fields
     torch.manual_seed(0)
     model = smolvla.build_model(raw, folder)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
+    perturb(model, 0.1, frozen=True)
     tensors = {published_key(k): x.contiguous() for k, x in model.state_dict().items()}
     save_file(
         tensors | {"model.vlm_with_expert.vlm.lm_head.weight": torch.zeros(300, 48)},

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from run_helpers import run_process
+from run_helpers import perturb, run_process
 from safetensors.torch import load_file, save_file
 from tiny_openvla_checkpoint import write_checkpoint as write_openvla
 from tiny_pi0_checkpoint import write_tokenizer
@@ -215,10 +215,7 @@ def test_lerobot_reads_what_was_exported(
     before = lerobot(family, run)
     small_sizes(monkeypatch)
     policy = our_policy(run / "policy", obs, FLOW_FAMILIES[family], **options)
-    with torch.no_grad():
-        for p in policy.parameters():
-            if p.requires_grad or not options:
-                p.add_((0.05 if options else 0.02) * torch.randn_like(p))
+    perturb(policy, 0.05 if options else 0.02, frozen=not options)
     expected = act(policy, obs)
     parameters = policy.published_parameters()
     if options:
@@ -251,10 +248,7 @@ def test_peft_merges_an_exported_adapter_of_openvla(decode: str, tmp_path: Path)
     spec: ObsSpec = {"front": ArraySpec((3, 32, 32), torch.uint8)}
     box = Box((-1.0,) * 4, (1.0,) * 4)
     policy = CheckpointVLA(spec, box, config, chunk=2, sentences=TASKS)
-    with torch.no_grad():
-        for p in policy.parameters():
-            if p.requires_grad:
-                p.add_(0.05 * torch.randn_like(p))
+    perturb(policy, 0.05)
     trained = policy.published_parameters()
     peft_files.save(trained, base, tmp_path / "adapter", rank=4, alpha=6.0)
     policy.export(base, tmp_path / "merged")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_helpers import perturb
 from safetensors.torch import load_file
 from tiny_pi0_checkpoint import tiny_model, write_checkpoint
 from torch import Tensor
@@ -224,10 +225,7 @@ def test_export_and_read_again(trunk: Any, kind: str, tmp_path) -> None:
     source = write_checkpoint(tmp_path / "source", kind=kind, statistics=statistics)
     policy_class = published.FLOW_FAMILIES[kind]
     policy = make(source, policy_class, **trunk)
-    with torch.no_grad():
-        for p in policy.parameters():
-            if p.requires_grad:
-                p.add_(0.1 * torch.randn_like(p))
+    perturb(policy, 0.1)
     obs = random_observations(SPEC, B, 0)
     for _ in range(2):
         policy.observe(obs, torch.ones(B, dtype=torch.bool))

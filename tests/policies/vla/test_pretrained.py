@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import run_helpers
 import torch
-from run_helpers import run_command
+from run_helpers import perturb, run_command
 from safetensors.torch import load_file, save_file
 from tiny_openvla_checkpoint import SIDE, write_checkpoint
 from torch import Tensor
@@ -46,10 +46,8 @@ def policy_of(
     torch.manual_seed(0)
     box = Box((-1.0,) * (C * A), (1.0,) * (C * A))
     policy = CheckpointVLA(spec, box, config, chunk=C, sentences=SENTENCES)
-    with torch.no_grad():  # new adapters and heads are zero
-        for p in policy.parameters() if perturbed else ():
-            if p.requires_grad:
-                p.add_(0.1 * torch.randn_like(p))
+    if perturbed:
+        perturb(policy, 0.1)
     return policy
 
 

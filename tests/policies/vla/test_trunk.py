@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from run_helpers import perturb
 from torch import Tensor
 from vla_policy_checks import check_evaluate_reproduces_act, random_observations
 
@@ -47,9 +48,7 @@ def make(seed: int = 0, **options: Any) -> Any:
         SPEC, Box((-1.0,) * (C * A), (1.0,) * (C * A)), config, chunk=C, sentences=SENTENCES
     )
     policy.freeze(config.freeze_trunk)
-    with torch.no_grad():  # new heads are zero: all actions would be equally likely
-        for p in policy.parameters():
-            p.add_(0.15 * torch.randn_like(p))
+    perturb(policy, 0.15, frozen=True)  # new heads are zero: all actions would be equally likely
     return policy
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from run_helpers import perturb
 
 from embodied_ppo.cluster.weight_sync import weight_tensors
 from embodied_ppo.cluster.worker import Worker, WorkerSpec
@@ -121,10 +122,7 @@ def test_engines_of_every_family_get_the_learners_weights(
         layout = sender.weight_layout(frozen=not version)
         for worker in (sender, receiver):
             worker.prepare_weight_sync(layout, "actor", frozen=not version)
-        with torch.no_grad():
-            for p in learner.parameters():
-                if p.requires_grad:
-                    p.add_(0.1 * torch.randn_like(p))
+        perturb(learner, 0.1)
         receiver.import_ipc(version, sender.export_ipc())
         responses = engine.generate(PROMPTS, RULES[1], seed=0)
     sent, received = (weight_tensors(x, frozen=True) for x in (learner, actor))
