@@ -576,25 +576,22 @@ def test_config_that_is_not_utf8_is_refused(capsys) -> None:
     assert "(not UTF-8)" in capsys.readouterr().out
 
 
-def test_unexpected_error_has_a_traceback(monkeypatch, capsys) -> None:
-    def bug(_: Any) -> None:
-        raise KeyError("requested")
+LOST = "no answer for 8 s: actor rank 0, update"
 
-    monkeypatch.setattr(train, "run", bug)
+
+@pytest.mark.parametrize(
+    ("error", "first", "last"),
+    [
+        (KeyError("requested"), "Traceback", "error: KeyError: 'requested'"),
+        (ProcessLost(f"{LOST}\n--- actor rank 0\nFile x.py, in wait"), "error", f"error: {LOST}"),
+    ],
+    ids=["bug", "stacks of other processes"],
+)
+def test_only_a_bug_has_a_traceback(error, first, last, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(train, "run", mock.Mock(side_effect=error))
     assert main.main(["train"]) == 3
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("Traceback") and lines[-1] == "error: KeyError: 'requested'"
-
-
-def test_last_line_has_no_stacks_of_other_processes(monkeypatch, capsys) -> None:
-    def lost(_: Any) -> None:
-        raise ProcessLost(
-            "no answer for 8 s: actor rank 0, update\n--- actor rank 0\nFile process.py, in wait"
-        )
-
-    monkeypatch.setattr(train, "run", lost)
-    assert main.main(["train"]) == 3
-    assert capsys.readouterr().err == "error: no answer for 8 s: actor rank 0, update\n"
+    assert lines[0].startswith(first) and lines[-1] == last
 
 
 @pytest.mark.slow

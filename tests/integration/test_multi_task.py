@@ -145,13 +145,10 @@ def test_evaluation_of_all_tasks_and_of_single_ones(trained: Path, tmp_path) -> 
     assert alone["return"] == pytest.approx(first["return"]) and first["task"] == TASKS[0]
 
 
-def test_evaluation_keeps_the_indices_of_the_tasks(trained: Path, tmp_path) -> None:
+def test_evaluation_of_another_task_keeps_the_indices_of_the_tasks(trained: Path, tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"remove env.tasks"):
         evaluate(trained, tmp_path / "r", env={"tasks": TASKS[::-1]})
     with pytest.raises(ConfigError, match=r"env.id = \[\]: list one or more tasks"):
         evaluate(trained, tmp_path / "r", env={"id": []})
-
-
-def test_evaluation_of_a_task_that_was_not_trained(trained: Path, tmp_path) -> None:
     report = evaluate(trained, tmp_path / "r", env={"id": "Reacher-v5"})["report"]
     assert list(report["tasks"]) == ["Reacher-v5"] and len(report["episodes"]) == 5

@@ -71,9 +71,13 @@ def test_load_inverts_dump(cls: type, flat: dict[str, Any]) -> None:
     assert plain["model"]["hidden"] == [32, 16] if flat else config == cls()
 
 
-def test_configs_are_frozen_and_an_empty_section_sets_nothing() -> None:
+def test_configs_are_frozen_copies_and_an_empty_section_sets_nothing() -> None:
+    kwargs = {"a": [1]}
+    config = loader.load(Config, {"env": {"kwargs": kwargs}})
+    kwargs["a"].append(2)
+    assert config.env.kwargs == {"a": [1]}
     with pytest.raises(FrozenInstanceError):
-        loader.load(Config, {}).seed = 1
+        config.seed = 1
     sections = {"algorithm": None, "env": {}, "model": {"hidden": [8]}}
     assert loader.load(Config, sections).model.hidden == (8,)
 
@@ -90,13 +94,6 @@ CONVERTED = [
 def test_value_is_converted(path: str, written: object, value: object) -> None:
     read = get(loader.read(Config, [("", nested({path: written}))]).config, path)
     assert read == value and type(read) is type(value)
-
-
-def test_loaded_values_are_copies() -> None:
-    kwargs = {"a": [1]}
-    config = loader.load(Config, {"env": {"kwargs": kwargs}})
-    kwargs["a"].append(2)
-    assert config.env.kwargs == {"a": [1]}
 
 
 # ----------------------------------------------------------------------------------- refused values
@@ -330,9 +327,13 @@ def test_deliberate_options_differ_or_are_flags() -> None:
 
 
 # ----------------------------------------------------------------------------------------- evaluate
-def test_evaluate_needs_a_checkpoint() -> None:
+def test_options_of_evaluate() -> None:
     assert "checkpoint=runs/" in refused(EvaluateConfig, {})
     assert loader.load(EvaluateConfig, {"checkpoint": "runs/x"}).episodes == 100
+    line = refused(EvaluateConfig, {"checkpoint": "x", "video": False, "video_episodes": 3})
+    assert "video_episodes = 3" in line
+    assert "video=true" in line
+    assert loader.load(EvaluateConfig, {"checkpoint": "x", "video_episodes": 0}).video
 
 
 def test_env_options_of_evaluate_are_typed() -> None:
@@ -348,10 +349,3 @@ def test_env_options_of_evaluate_are_typed() -> None:
     )
     assert "set num_envs" in refused(EvaluateConfig, {"checkpoint": "x", "env.num_envs": 4})
     assert "belongs to env.id" not in refused(EvaluateConfig, {"checkpoint": "x", "episods": 4})
-
-
-def test_video_options_need_video() -> None:
-    line = refused(EvaluateConfig, {"checkpoint": "x", "video": False, "video_episodes": 3})
-    assert "video_episodes = 3" in line
-    assert "video=true" in line
-    assert loader.load(EvaluateConfig, {"checkpoint": "x", "video_episodes": 0}).video

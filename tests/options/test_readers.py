@@ -45,13 +45,10 @@ def test_conditions_of_an_option(path: str, conditions: list[str]) -> None:
     assert [condition.text for condition in readers()[path].conditions] == conditions
 
 
-def test_condition_of_one_mode_only() -> None:
+def test_conditions_of_one_mode_and_of_one_command() -> None:
     default = Config()
     grpo = replace(default, algorithm=replace(default.algorithm, adv_type="grpo"))
     assert "algorithm.value_clip" not in dict(unread(grpo, "embodied"))
     assert dict(unread(grpo, "reasoning"))["algorithm.value_clip"] == "algorithm.adv_type=gae"
-
-
-def test_conditions_of_evaluate_options() -> None:
     assert dict(unread(EvaluateConfig(video=False)))["video_episodes"] == "video=true"
     assert "video_episodes" not in dict(unread(EvaluateConfig()))

@@ -158,22 +158,20 @@ def test_damaged_file_is_named(copy):
 
 
 # ---------------------------------------------------------------------------------- changed options
-def test_changed_option_of_the_run(copy):
-    path = copy / "config.yaml"
-    path.write_text(path.read_text().replace("gamma: 0.98", "gamma: 0.97"))
-    content = verify(copy, updates=0)
-    assert content["verdict"] == "different" and content["executed_updates"] == 0
-    assert content["first_difference"].startswith(
-        "config.yaml: option algorithm.gamma: stored 0.97"
-    )
-
-
-def test_changed_option_of_a_checkpoint(copy):
-    path = step(copy, 4) / "config.yaml"
+@pytest.mark.parametrize(
+    ("folder", "difference"),
+    [
+        (".", "config.yaml: option algorithm.gamma: stored 0.97"),
+        ("checkpoints/step_000004", "step_000004/config.yaml: its options were changed"),
+    ],
+)
+def test_changed_option(folder, difference, copy):
+    path = copy / folder / "config.yaml"
     path.write_text(path.read_text().replace("gamma: 0.98", "gamma: 0.97"))
     correct_manifest(copy, 4)
     content = verify(copy, updates=0)
-    assert "step_000004/config.yaml: its options were changed" in content["first_difference"]
+    assert content["verdict"] == "different" and content["executed_updates"] == 0
+    assert difference in content["first_difference"]
 
 
 # ---------------------------------------------------------------------------------- changed metrics

@@ -199,15 +199,12 @@ def reward_of(reward: Any) -> list[float]:
     return env.step(torch.zeros(2, 1)).reward.tolist()
 
 
-@pytest.mark.parametrize("reward", [[0.5], torch.tensor(0.5)])
-def test_a_reward_may_be_an_array_of_one_number(reward: Any) -> None:
-    assert reward_of(reward) == [0.5, 0.5]
-
-
-@pytest.mark.parametrize("reward", [None, np.zeros(2)])
-def test_a_reward_that_is_no_number_is_refused(reward: Any) -> None:
-    with pytest.raises(EnvError, match="reward"):
-        reward_of(reward)
+def test_a_reward_is_one_number_or_an_array_of_one() -> None:
+    for reward in ([0.5], torch.tensor(0.5)):
+        assert reward_of(reward) == [0.5, 0.5]
+    for reward in (None, np.zeros(2)):
+        with pytest.raises(EnvError, match="reward"):
+            reward_of(reward)
 
 
 class Ending(Rewarding):

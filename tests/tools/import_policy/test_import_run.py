@@ -72,23 +72,28 @@ def test_commands_accept_the_run(run: Path, tmp_path, capsys) -> None:
     assert bundle["action_difference"] < 1e-5
 
 
-def test_beta_distribution_must_be_named(tmp_path, capsys) -> None:
-    """A file of a Gaussian whose network returns the deviation has the same layout."""
-    foreign.rsl_rl(tmp_path / "x.pt", beta=True)
+@pytest.mark.parametrize(
+    ("beta", "options", "message", "missing"),
+    [
+        # A file of a Gaussian whose network returns the deviation has the same layout.
+        (True, [], "model.distribution=beta", "model.distribution=beta"),
+        (
+            False,
+            ["algorithm.reward_groups={run: {terms: [reward_run]}, cost: {}}"],
+            "write critic=new: the options of the run give a state 2",
+            "critic=new",
+        ),
+    ],
+)
+def test_missing_option_is_named(beta, options, message, missing, tmp_path, capsys) -> None:
+    foreign.rsl_rl(tmp_path / "x.pt", beta=beta)
     arguments = [str(tmp_path / "x.pt"), f"run_dir={tmp_path / 'run'}", *TASK, *SMALL, "--quiet"]
-    assert_refused(capsys, ["import-policy", "rsl_rl", *arguments], "model.distribution=beta")
-    assert main.main(["import-policy", "rsl_rl", *arguments, "model.distribution=beta"]) == 0
-    assert ep.load(tmp_path / "run").config.model.distribution == "beta"
-
-
-def test_run_with_several_values_needs_a_new_critic(tmp_path, capsys) -> None:
-    foreign.rsl_rl(tmp_path / "x.pt")
-    arguments = [str(tmp_path / "x.pt"), f"run_dir={tmp_path / 'run'}", *TASK, *SMALL, "--quiet"]
-    arguments += ["algorithm.reward_groups={run: {terms: [reward_run]}, cost: {}}"]
-    message = "write critic=new: the options of the run give a state 2"
+    arguments += options
     assert_refused(capsys, ["import-policy", "rsl_rl", *arguments], message)
-    assert main.main(["import-policy", "rsl_rl", *arguments, "critic=new"]) == 0
-    assert list(ep.load(tmp_path / "run").config.algorithm.reward_groups) == ["run", "cost"]
+    assert main.main(["import-policy", "rsl_rl", *arguments, missing]) == 0
+    config = ep.load(tmp_path / "run").config
+    assert (config.model.distribution == "beta") == beta
+    assert list(config.algorithm.reward_groups) == ([] if beta else ["run", "cost"])
 
 
 @pytest.mark.slow
