@@ -47,6 +47,8 @@ def working_directory(tmp_path, monkeypatch) -> Path:
     return folder
 
 
+SMALL = """env.num_envs=4 algorithm.horizon=16 algorithm.global_batch_size=32 updates=2 \
+evaluation.episodes=1 evaluation.num_envs=1 evaluation.video_episodes=0 compile=never"""
 run = functools.partial(run_process, "bash", "-ec")
 
 
@@ -59,12 +61,7 @@ def test_printed_commands_succeed(capsys) -> None:
     assert "push has no ctrlrange: its control is from -1 to 1" in out
     assert "push: control = home control + 1 · action" in out
     test, train, evaluate = (line.strip() for line in out.split("next:\n")[1].splitlines())
-    small = (
-        "env.num_envs=4 algorithm.horizon=16 algorithm.global_batch_size=32 updates=2"
-        " evaluation.episodes=1"
-    )
-    small += " evaluation.num_envs=1 evaluation.video_episodes=0 compile=never"
-    run(f"{test}\n{train} {small}\n{evaluate} episodes=1 num_envs=1 video=false")
+    run(f"{test}\n{train} {SMALL}\n{evaluate} episodes=1 num_envs=1 video=false")
     assert Path("a folder/runs/first/summary.json").is_file()
 
 
@@ -130,12 +127,10 @@ def test_velocity_template_trains_and_is_evaluated_with_a_command() -> None:
     config = yaml.safe_load(Path("dog/configs/experiment/dog.yaml").read_text())
     assert config["env"]["commands"]["lin_vel_x"] == [-0.8, 1.0]
     assert config["env"]["rewards"]["tracking_lin_vel"] == {"weight": 1.0, "sigma": 0.25}
-    small = "env.num_envs=4 algorithm.horizon=16 algorithm.global_batch_size=32 compile=never"
-    small += " updates=2 evaluation.episodes=1 evaluation.num_envs=1 evaluation.video_episodes=0"
-    small += " env.max_episode_steps=30"
     program = f"PYTHONPATH=dog {Path(sys.executable).parent}/embodied-ppo"
     run(f"{sys.executable} dog/test_dog.py")  # the first command that new-task prints
-    train = f"{program} train --quiet --config-dir dog/configs experiment=dog {small}"
+    train = f"{program} train --quiet --config-dir dog/configs experiment=dog {SMALL}"
+    train += " env.max_episode_steps=30"
     changes = "env.rewards.tracking_lin_vel.weight=2 ~env.rewards.pose"
     run(f"{train} {changes} env.rewards.fast_joints.weight=-0.1 run_dir=run")
     row = metric_rows(Path("run"))[-1]
@@ -262,63 +257,41 @@ URDF = """<robot name="arm"><link name="base"><inertial><mass value="2"/>
 <inertia ixx=".1" iyy=".1" izz=".1" ixy="0" ixz="0" iyz="0"/></inertial></link>
 <joint name="j" type="revolute"><parent link="base"/><child link="arm"/><axis xyz="0 1 0"/>
 <limit lower="-1" upper="1" effort="10" velocity="3"/></joint></robot>"""
+
+
+def arm_model(*, body: str = ARM, rest: str = MOTOR, option: str = "") -> str:
+    return f"<mujoco>{option}<worldbody>{body}</worldbody>{rest}</mujoco>"
+
+
+REFUSED_MJCF = {
+    "robot.xml: MuJoCo refuses it: XML parse error": "<mujoco><worldbody></mujoco>",
+    "relative to the folder of robot.xml; --mjcf robot.xml: MuJoCo refuses it: .*shell.obj": WALKER,
+    "nothing in it can move": "<mujoco/>",
+    "it has no actuators, .*<motor joint=": arm_model(rest=""),
+    "write --floor: body ball is free": BALL.format("", ARM, MOTOR),
+    "move .* by 0.3 m": QUADRUPED.replace('"5 5 .1"', '"5 5 .1" pos="0 0 -.3"'),
+    r'write name="NAME" in joint 0 \(of body b\)': arm_model(
+        body=f'<body name="b"><joint/><geom size=".1"/>{ARM}</body>'
+    ),
+    "timestep is 0 s, not": arm_model(option='<option timestep="0"/>'),
+    "^name the MJCF or URDF of a robot, in valid XML; ": "not XML",
+    "^name the MJCF or URDF of a robot.*empty file": "",
+    "^write files .* includes.*no.xml": '<mujoco><include file="no.xml"/></mujoco>',
+    "correct its keyframes: one contains nan": arm_model(rest=MOTOR + KEY.format("ctrl", "nan")),
+    "correct keyframe 0: j is at 2, outside its range from -1.05 to 1.05": arm_model(
+        body=ARM.replace('"j"', '"j" range="-60 60"'), rest=MOTOR + KEY.format("qpos", 2)
+    ),
+    "no actuator moves a hinge, a slide or a floating base; add some": arm_model(
+        body=ARM.replace('"j"', '"j" type="ball"')
+    ),
+    "write position, velocity or motor for actuators with several controls": arm_model(
+        rest=MOTOR.replace("<motor", "<pid")
+    ),
+}
 REFUSED = [
-    ("robot.xml", "<mujoco><worldbody></mujoco>", "robot.xml: MuJoCo refuses it: XML parse error"),
-    (
-        "robot.xml",
-        WALKER,
-        "relative to the folder of robot.xml; --mjcf robot.xml: MuJoCo refuses it: .*shell.obj",
-    ),
-    ("robot.xml", "<mujoco/>", "nothing in it can move"),
-    (
-        "robot.xml",
-        f"<mujoco><worldbody>{ARM}</worldbody></mujoco>",
-        "it has no actuators, .*<motor joint=",
-    ),
-    ("robot.xml", BALL.format("", ARM, MOTOR), "write --floor: body ball is free"),
-    ("robot.xml", QUADRUPED.replace('"5 5 .1"', '"5 5 .1" pos="0 0 -.3"'), "move .* by 0.3 m"),
+    *(("robot.xml", text, message) for message, text in REFUSED_MJCF.items()),
     ("robot.urdf", URDF, "write --urdf robot.urdf instead of --mjcf"),
-    (
-        "robot.xml",
-        (
-            '<mujoco><worldbody><body name="b"><joint/><geom'
-            f' size=".1"/>{ARM}</body></worldbody>{MOTOR}</mujoco>'
-        ),
-        r'write name="NAME" in joint 0 \(of body b\)',
-    ),
-    (
-        "robot.xml",
-        f'<mujoco><option timestep="0"/><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>',
-        "timestep is 0 s, not",
-    ),
-    ("robot.xml", "not XML", "^name the MJCF or URDF of a robot, in valid XML; "),
-    ("robot.xml", "", "^name the MJCF or URDF of a robot.*empty file"),
-    ("robot.xml", '<mujoco><include file="no.xml"/></mujoco>', "^write files .* includes.*no.xml"),
     ("robot.xacro", URDF, "^convert a xacro first: xacro robot.xacro > robot.urdf; "),
-    (
-        "robot.xml",
-        f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}{KEY.format('ctrl', 'nan')}</mujoco>",
-        "correct its keyframes: one contains nan",
-    ),
-    (
-        "robot.xml",
-        "<mujoco><worldbody>"
-        + ARM.replace('"j"', '"j" range="-60 60"')
-        + f"</worldbody>{MOTOR}{KEY.format('qpos', 2)}</mujoco>",
-        "correct keyframe 0: j is at 2, outside its range from -1.05 to 1.05",
-    ),
-    (
-        "robot.xml",
-        f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>".replace(
-            '"j"/><g', '"j" type="ball"/><g'
-        ),
-        "no actuator moves a hinge, a slide or a floating base; add some",
-    ),
-    (
-        "robot.xml",
-        f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>".replace("<motor", "<pid"),
-        "write position, velocity or motor for actuators with several controls",
-    ),
 ]
 
 
@@ -340,7 +313,7 @@ def test_invalid_models_are_refused(file: str, text: str, message: str) -> None:
 )
 def test_options_that_do_not_fit_the_model_are_refused(option: str, message: str, capsys) -> None:
     floor = '<geom name="floor" type="plane" size="1 1 .1"/>'
-    Path("a.xml").write_text(f"<mujoco><worldbody>{floor}{ARM}</worldbody>{MOTOR}</mujoco>")
+    Path("a.xml").write_text(arm_model(body=floor + ARM))
     assert_refused(capsys, ["new-task", "my_arm", "--mjcf", "a.xml", option], message)
     assert not Path("my_arm").exists()
 
@@ -348,8 +321,7 @@ def test_options_that_do_not_fit_the_model_are_refused(option: str, message: str
 def test_robot_that_diverges_at_home_is_named_with_its_joint(capfd) -> None:
     """A servo of 1e6 N m/rad at a timestep of 20 ms; one whose damping is too large for the arm."""
     servo = '<actuator><position joint="j" kp="1e6"/></actuator>'
-    option = '<option timestep=".02"/>'
-    Path("a.xml").write_text(f"<mujoco>{option}<worldbody>{ARM}</worldbody>{servo}</mujoco>")
+    Path("a.xml").write_text(arm_model(rest=servo, option='<option timestep=".02"/>'))
     link = '<joint name="{0}" axis="{1}" damping="1"/>'
     link += '<geom type="capsule" fromto="0 0 0 0 0 .3" size=".03"/>'
     body = f"<body>{link.format('pan', '0 0 1')}<body pos='0 0 .3'>{link.format('lift', '0 1 0')}"
@@ -372,7 +344,7 @@ def test_urdf_becomes_a_model_with_servos(capsys) -> None:
     assert model.jnt_actfrcrange.tolist() == [[-10, 10]], "the effort of the URDF"
     # I = 0.1, f = 6 Hz: kp = 142, kd = 2 sqrt(14.2).
     assert model.actuator_gainprm[0, 0] == pytest.approx(142.1, abs=0.1)
-    Path("mjcf.urdf").write_text(f"<mujoco><worldbody>{ARM}</worldbody>{MOTOR}</mujoco>")
+    Path("mjcf.urdf").write_text(arm_model())
     instead = "write --mjcf mjcf.urdf instead of --urdf"
     assert_refused(capsys, "new-task x --urdf mjcf.urdf", instead)
     second = URDF[URDF.index('<link name="arm"') : -8].replace('"arm"', '"b"').replace('"j"', '"k"')
