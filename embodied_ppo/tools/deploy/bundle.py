@@ -292,9 +292,8 @@ def _write_onnx(exported: Exported, specs: Mapping[str, ArraySpec], path: Path) 
     arrays += [x.repeat(2, *[1] * (x.ndim - 1)) for x in exported.memory.values()]
     names = [*specs, *exported.memory]
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(action="ignore"):
             # Those of the TorchScript exporter, which needs no onnxscript.
-            warnings.simplefilter("ignore")
             torch.onnx.export(
                 exported,
                 tuple(arrays),

@@ -192,8 +192,7 @@ def read_torch(source: Path | bytes, label: str) -> Any:
     """
     data = read_bytes(source, label) if isinstance(source, Path) else source
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if match := NEEDED_NAME.search(str(error)):

@@ -148,9 +148,8 @@ class EnvPoolEnv(Adapter):
             del self._arguments["render_height"], self._arguments["render_width"]
         limit, requested = config["max_episode_steps"], options.max_episode_steps
         self.max_episode_steps = self._time_limit(family, limit, requested)
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(action="ignore"):
             # Gymnasium warns that EnvPool's bounds are rounded to float32.
-            warnings.simplefilter("ignore")
             action_space = spec.gymnasium_action_space
             self._set_spaces(spec.gymnasium_observation_space, action_space, options)
         if isinstance(self.action_spec, Composite) or spaces.is_nested(action_space):
@@ -316,8 +315,8 @@ class EnvPoolEnv(Adapter):
 
     def _make(self, num_envs: int) -> Any:
         """Build the simulators of ``num_envs`` environments."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # as in the constructor; the pool caches its space
+        # As in the constructor; the pool caches its space.
+        with warnings.catch_warnings(action="ignore"):
             pool = self._envpool.make_gymnasium(
                 self.id, num_envs=num_envs, seed=self._seeds[:num_envs], **self._arguments
             )

@@ -133,8 +133,7 @@ def test_previous_observation_replaces_final_obs_with_a_warning() -> None:
         assert torch.equal(torch.as_tensor(step.final_obs), obs)
         obs = torch.as_tensor(step.obs).clone()
         torch.as_tensor(step.obs).zero_()  # the adapter keeps its own copy
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         check_env(
             lambda seeds: make("isaac", 4, seeds, kwargs={"final_observation": "previous"}),
             steps=60,

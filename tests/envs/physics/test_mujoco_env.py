@@ -39,8 +39,7 @@ def test_steps_equal_gymnasiums(name: str) -> None:
     """
     env = make(name, 4, num_threads=2, action_mapping="none")
     first = env.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         reference: list[Any] = [gymnasium.make(f"{name}-v5").unwrapped for _ in range(4)]
 
     def begin(i: int, obs: Tensor) -> None:
@@ -76,8 +75,7 @@ def test_initial_states_are_distributed_as_gymnasiums(name: str) -> None:
     """Mean and deviation of each position and velocity agree over 500 episodes."""
     env = make(name, 500)
     env.reset()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         g: Any = gymnasium.make(f"{name}-v5").unwrapped
     states = []
     for i in range(500):

@@ -85,8 +85,7 @@ class Swing(Task):
 def make(
     id: str = f"{__name__}:Swing", n: int = 4, *, simulator: str = "warp", **options: Any
 ) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # deprecated MJCF attributes, PGS
+    with warnings.catch_warnings(action="ignore"):  # deprecated MJCF attributes, PGS
         return toy_envs.make_world(id, n, simulator=simulator, **options)
 
 
