@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import signal
-import sys
 
 from embodied_ppo.commands import arguments, output
 from embodied_ppo.core.errors import UsageError
@@ -43,16 +42,13 @@ def run(args: argparse.Namespace) -> None:
     if len({*names.values()}) < len(args.map):
         raise UsageError(f"write each NAME and each INPUT once: --map {' --map '.join(args.map)}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-    def say(line: str) -> None:
-        if not args.quiet:
-            print(line, file=sys.stderr, flush=True)
-
     with output.stdout_to_stderr():
         from embodied_envs import env_server
         from embodied_ppo.evaluation.trained_policy import load_policy
         from embodied_ppo.tools.deploy import policy_server
+        from embodied_ppo.training.progress import Progress
 
+        say = Progress(args.quiet).say
         policy = policy_server.Served(load_policy(args.run, device=args.device), names)
         server = policy_server.serve(policy, host=args.host, port=args.port, say=say)
         try:

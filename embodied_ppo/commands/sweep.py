@@ -26,7 +26,7 @@ from embodied_ppo.options.rules.base import one_process
 from embodied_ppo.options.schema import Config
 from embodied_ppo.options.sweeps import SweepJob, sweep_jobs
 from embodied_ppo.training import checkpoint
-from embodied_ppo.training.progress import Interrupts
+from embodied_ppo.training.progress import Interrupts, Progress
 from embodied_ppo.training.run_directory import locked
 from embodied_ppo.training.run_files import SWEEP
 
@@ -190,10 +190,7 @@ def _train(sweep: Sweep, args: argparse.Namespace) -> int:
     running: dict[int, tuple[subprocess.Popen[bytes], str | None]] = {}
     codes: dict[int, int] = {}
 
-    def say(line: str) -> None:
-        if not args.quiet:
-            print(line, file=sys.stderr, flush=True)
-
+    say = Progress(args.quiet).say
     say(f"{sweep.folder}: {len(waiting)} of {total} runs, {size} at a time")
     say(f"follow them with {PROGRAM} watch {sweep.folder}")
     for job in sweep.jobs if args.json else ():
