@@ -57,9 +57,10 @@ def actuators(model: mujoco.MjModel) -> list[dict[str, Any]]:
     """Return name, joint, kind, unit of ctrl, gear and control range of every actuator.
 
     The kind is "position" (ctrl is a target), "motor" (gear times ctrl is a force or torque), or
-    "other", whose unit is unknown. ``kp`` and ``kd`` are those of a position servo on a joint, N
-    m/rad and N m s/rad or N/m and N s/m, with the damping of the joint; ``force`` is its largest
-    force before the gear; None without a limit.
+    "other", whose unit is unknown: a servo with a gear, for example, whose ctrl is no angle. ``kp``
+    and ``kd`` are those of a position servo on a joint, N m/rad and N m s/rad or N/m and N s/m,
+    with the damping of the joint; ``force`` is its largest force before the gear; None without a
+    limit.
     """
     rows = []
     for i in range(model.nu):
@@ -69,7 +70,7 @@ def actuators(model: mujoco.MjModel) -> list[dict[str, Any]]:
         if fixed and model.actuator_biastype[i] == mujoco.mjtBias.mjBIAS_NONE:
             kind = "motor"
         elif fixed and bias[1] == -gain[0] != 0 and model.actuator_dyntype[i] == NO_STATE:
-            kind = "position"
+            kind = "position" if model.actuator_gear[i, 0] == 1 else "other"
         if model.actuator_trntype[i] == mujoco.mjtTrn.mjTRN_JOINT:
             j = int(model.actuator_trnid[i, 0])
             joint = model.joint(j).name or f"joint{j}"

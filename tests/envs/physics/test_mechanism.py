@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import mujoco
 import pytest
 import torch
 from torch import Tensor
 from toy_envs import Balance
 
+from embodied_envs.physics.mechanism import actuators
 from embodied_envs.tasks import State
 from embodied_ppo.options.schema import EnvConfig
 from embodied_ppo.rollout import environments
@@ -35,6 +37,16 @@ def test_go1_actions_are_position_targets_around_the_home_pose() -> None:
     assert (free["type"], free["qpos"], free["qvel"]) == ("free", [0, 7], [0, 6])
     assert (hip["qpos"], hip["qvel"], hip["unit"]) == ([7, 8], [6, 7], "rad")
     assert hip["range"] is not None and robot["actuators"][0]["joint"] == hip["name"]
+
+
+@pytest.mark.parametrize(("gear", "kind", "kp"), [("1", "position", 20), ("2", "other", None)])
+def test_a_servo_with_a_gear_has_no_angle_as_target(gear: str, kind: str, kp: float | None) -> None:
+    """Its ctrl is gear times the angle, and its gains hold before the gear."""
+    servo = f'<position joint="hinge" kp="20" gear="{gear}"/>'
+    body = '<body><joint name="hinge"/><geom size=".1"/></body>'
+    model = f"<mujoco><worldbody>{body}</worldbody><actuator>{servo}</actuator></mujoco>"
+    (row,) = actuators(mujoco.MjModel.from_xml_string(model))
+    assert (row["kind"], row["kp"], row["unit"]) == (kind, kp, "rad" if kp else None)
 
 
 def test_actions_that_change_the_targets_of_the_last_step_have_no_fixed_relation() -> None:
