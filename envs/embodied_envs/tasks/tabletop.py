@@ -171,7 +171,8 @@ class Tabletop(Task):
         """Select the episodes.
 
         Args:
-            families: Names of FAMILIES; None: all.
+            families: Names of FAMILIES; one that is written k times has k times as many episodes.
+                None: all, equally often.
             split: "train", "unseen_combination", "unseen_wording" or "unseen_colour"; see
                 ``tabletop_language.episodes``.
             obs: "state": the full state as one vector. "language": the gripper's state only, for a
@@ -197,6 +198,7 @@ class Tabletop(Task):
         self.obs: str = obs
         self.combinations: tuple[Combination, ...] = tuple(chosen)
         self.names = tuple(dict.fromkeys(c.family for c in chosen))
+        self._shares = [self.names.index(name) for name in families or self.names]
         self.instructions = tuple(itertools.chain.from_iterable(chosen.values()))
         self._wordings = len(next(iter(chosen.values())))
 
@@ -219,6 +221,7 @@ class Tabletop(Task):
         cs, names = self.combinations, self.names
         kinds = [names.index(c.family) for c in cs]
         # One row per kind of episode.
+        self._kinds = integer(self._shares)
         self._first = integer([kinds.index(k) for k in range(len(names))])
         self._count = integer([kinds.count(k) for k in range(len(names))])
         bounds = [[RULES[name].bounds.get(f, (-INF, INF)) for f in FEATURES] for name in names]
@@ -413,7 +416,7 @@ class Tabletop(Task):
 
     def reset(self, u: Tensor) -> dict[str, Tensor]:
         """Draw kind, combination, wording, layout, jitter, yaw and the gripper's pose."""
-        kind = _pick(u[:, 0], len(self.names))
+        kind = self._kinds[_pick(u[:, 0], len(self._kinds))]
         combination = self._first[kind] + _pick(u[:, 1], self._count[kind])
         instruction = combination * self._wordings + _pick(u[:, 2], self._wordings)
         layout = self._layouts[self._table[combination], _pick(u[:, 3], LAYOUTS)]

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
-from embodied_envs.base.errors import EnvError, check_choice, check_names
+from embodied_envs.base.errors import EnvError, check_choice
 
 Split: TypeAlias = Literal["train", "unseen_combination", "unseen_wording", "unseen_colour"]
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -108,7 +108,7 @@ def episodes(
     """Return combination -> sentences of a split, family by family.
 
     Args:
-        families: Names of FAMILIES in the order of the result; None: all in their order.
+        families: Names of FAMILIES in the order of the result, each once or more often; None: all.
         split: "train": combinations and wordings that are not held out. "unseen_combination":
             held-out combinations in training's wordings. "unseen_wording": training's combinations
             in held-out wordings. "unseen_colour": combinations with ``unseen_colour`` in training's
@@ -118,8 +118,8 @@ def episodes(
             combination. None: no colour.
 
     Raises:
-        EnvError: The split, the colour or a family is unknown, a family is named twice, or a family
-            has no episode in the split.
+        EnvError: The split, the colour or a family is unknown, or a family has no episode in the
+            split.
     """
     prefix = "env.id=Tabletop: "
     check_choice(f"{prefix}split", split, SPLITS)
@@ -128,10 +128,11 @@ def episodes(
         raise EnvError(f"{prefix}split='unseen_colour' needs it; write unseen_colour=yellow")
     if isinstance(families, str) or (families is not None and not families):
         raise EnvError(f"{prefix}families={families!r} must be a list of names, or null for all")
-    names = list(FAMILIES) if families is None else list(families)
-    check_names(f"{prefix}families", names, FAMILIES)
-    chosen: dict[Combination, tuple[str, ...]] = {}
+    names = list(FAMILIES if families is None else families)
     for name in names:
+        check_choice(f"{prefix}families", name, FAMILIES)
+    chosen: dict[Combination, tuple[str, ...]] = {}
+    for name in dict.fromkeys(names):
         wordings = FAMILIES[name].held_out if split == "unseen_wording" else FAMILIES[name].train
         held = [c for c in combinations(name) if _group(c, unseen_colour) == _GROUPS[split]]
         if not held:

@@ -88,6 +88,13 @@ def test_episodes_start_without_overlap_and_without_success() -> None:
     assert s["qpos"][:, 2].min() > 0.1  # the hand is above everything
 
 
+def test_a_family_that_is_written_twice_has_twice_as_many_episodes() -> None:
+    once, twice = (bound(families=["reach", "push", *more]) for more in ([], ["push"]))
+    kinds = [beginnings(task, 600)["kind"] for task in (once, twice)]
+    assert [float(x.double().mean()) for x in kinds] == pytest.approx([1 / 2, 2 / 3], abs=0.06)
+    assert once.names == twice.names and once.instructions == twice.instructions
+
+
 # ------------------------------------------------------------------------------- success and reward
 def one(family: str) -> tuple[Tabletop, dict[str, Tensor]]:
     """One world: its block A, and B, can be moved by ``lay``."""
