@@ -13,7 +13,7 @@ from mujoco import minimize
 
 from embodied_envs.base.errors import EnvError
 from embodied_envs.robots.pick import find_gripper
-from embodied_envs.robots.robot_model import HINGE, Array, RobotModel
+from embodied_envs.robots.robot_model import HINGE, Array, RobotModel, ancestors
 from embodied_envs.robots.velocity import QUADRUPED, VelocityTask
 
 _FILE = Path(__file__).parent / "templates" / "rewards.yaml"
@@ -92,7 +92,7 @@ def _tip_of(robot: RobotModel) -> str:
     if robot.base is not None:
         return model.body(robot.base).name
     bodies = [int(model.jnt_bodyid[j]) for j in robot.joints if model.jnt_type[j] == HINGE]
-    last = max(bodies or [0], key=lambda body: len(_ancestors(model, body)))
+    last = max(bodies or [0], key=lambda body: len(ancestors(model, body)))
     fixed = model.body_weldid[model.site_bodyid] == model.body_weldid[last]
     names = [model.site(int(i)).name for i in np.flatnonzero(fixed)]
     sites = [name for name in names if any(part in name.lower() for part in SITES)]
@@ -153,8 +153,3 @@ def _reachable(robot: RobotModel, tip: str, size: float) -> Array:
     box = size * np.array([[-1], [1]]) * np.reshape(sides, (2, 3))
     corners = [np.choose(ends, box) for ends in itertools.product((0, 1), repeat=3)]
     return next(x for x in shares if x == 0 or all(is_reached(x * c) for c in corners)) * box
-
-
-def _ancestors(model: mujoco.MjModel, body: int) -> list[int]:
-    """Return a body and those above it, without the world."""
-    return [body, *_ancestors(model, int(model.body_parentid[body]))] if body else []

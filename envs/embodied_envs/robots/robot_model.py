@@ -344,16 +344,15 @@ class RobotModel:
     @cached_property
     def feet(self) -> tuple[Foot, ...]:
         """The last links of a floating robot that stand on the ground at home."""
-        model, paths = self.model, dict[int, list[int]]()
+        model = self.model
         if self.base is None or not self.links:
             return ()
         moving = model.body_weldid[model.body_parentid[model.jnt_bodyid]]
-        for body in set(self.links) - set(map(int, moving)):  # no joint below
-            if self._lowest([body]) < self._lowest(self.links) + GROUND_M:
-                paths[body], parent = [], body
-                while parent:
-                    paths[body].insert(0, parent)
-                    parent = int(model.body_parentid[parent])
+        paths = {
+            body: ancestors(model, body)
+            for body in set(self.links) - set(map(int, moving))  # no joint below
+            if self._lowest([body]) < self._lowest(self.links) + GROUND_M
+        }
         common = [b for path in paths.values() for b in path]
         legs = {body: [b for b in path if common.count(b) == 1] for body, path in paths.items()}
         feet = []
@@ -415,6 +414,11 @@ class RobotModel:
             *([Part("sensors", sensors)] if sensors else []),
             Part("last_action", tuple(actuator.name for actuator in self.actuators)),
         ]
+
+
+def ancestors(model: mujoco.MjModel, body: int) -> list[int]:
+    """Return a body and the bodies above it, without the world."""
+    return [body, *ancestors(model, int(model.body_parentid[body]))] if body else []
 
 
 def drives_joint(model: mujoco.MjModel) -> NDArray[np.bool_]:
