@@ -158,8 +158,7 @@ class PickTask(PickTerms, TargetTask):
     def spec(self) -> mujoco.MjSpec:
         """Return the robot with sites on its fingers, and the cube in the middle of its place."""
         spec = super().spec()
-        robot = RobotModel(spec.compile(), self.preparation.key)
-        self.gripper = gripper = find_gripper(robot)
+        self.gripper = gripper = find_gripper(RobotModel(spec.compile(), self.preparation.key))
         bodies = {element.id: element for element in spec.bodies}
         for n, (body, point) in enumerate(zip(gripper.fingers, gripper.points, strict=True)):
             bodies[body].add_site(name=f"{TIP}{n}", pos=point, size=[0.003] * 3, group=5)
@@ -206,8 +205,7 @@ class PickTask(PickTerms, TargetTask):
     def observe(self, s: State) -> Tensor:
         axes = cube_axes(s["qpos"][:, self.cube_qpos + 3 : self.cube_qpos + 7]).flatten(1)
         to_cube, targets = self.cube(s) - self.grip(s), s["ctrl"] - self.home_control
-        parts = [super().observe(s), to_cube, axes, self.opening(s)[:, None], targets]
-        return torch.cat(parts, 1)
+        return torch.cat([super().observe(s), to_cube, axes, self.opening(s)[:, None], targets], 1)
 
     def observation_names(self, model: mujoco.MjModel) -> list[tuple[str, str | None]]:
         return [

@@ -118,9 +118,8 @@ class RobotModel:
         candidates = [k for part in parts for k, name in enumerate(names) if part in name]
         # Number of the keyframe of the home posture; None without one.
         self.key: int | None = next(iter(candidates), None) if key is None else model.key(key).id
-        home = model.qpos0 if self.key is None else model.key_qpos[self.key]
         # Home posture, qpos [nq]. The lowest foot touches the ground, unless thrusters lift it.
-        self.home: Array = home.copy()
+        self.home: Array = (model.qpos0 if self.key is None else model.key_qpos[self.key]).copy()
         for j in np.flatnonzero(model.jnt_limited & (model.jnt_type >= SLIDE)):
             (low, high), i = model.jnt_range[j], model.jnt_qposadr[j]
             if self.key is None and not low <= self.home[i] <= high:
@@ -248,8 +247,7 @@ class RobotModel:
             # An arm need not balance, so that it may move far.
             least = SCALE_RAD[self.base is None]
             hinge = abs(gear) * float(np.clip(reach / abs(gear), least, SCALE_RAD[1]))
-            limit = hinge if model.jnt_type[joint] == HINGE else np.inf
-            scale = min(limit, 0.5 * (high - low))
+            scale = min(hinge if model.jnt_type[joint] == HINGE else np.inf, 0.5 * (high - low))
         scale = scale if scale < np.inf else 1.0
         name = "" if joint is None else model.joint(joint).name
         name = model.actuator(i).name or name or f"actuator{i}"

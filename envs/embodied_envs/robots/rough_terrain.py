@@ -144,8 +144,7 @@ class RoughTerrain(VelocityCommands):
             return carried
         fallen = self.terminated(s)
         missing_s = self.dt_s * (self.max_episode_steps - s["steps"])
-        missing = fallen * missing_s * s["command"][:, :2].norm(dim=1)
-        commanded = s["commanded"] + missing
+        commanded = s["commanded"] + fallen * missing_s * s["command"][:, :2].norm(dim=1)
         level = next_level(
             s["terrain_level"], s["walked"], commanded, fallen, u[:, -2], self.terrain.levels
         )

@@ -33,8 +33,7 @@ class TargetTask(RobotTask):
 
     def bind(self, model: mujoco.MjModel, device: torch.device, dtype: torch.dtype) -> None:
         super().bind(model, device, dtype)
-        sites = [model.site(i).name for i in range(model.nsite)]
-        self.is_site = self.tip in sites
+        self.is_site = self.tip in [model.site(i).name for i in range(model.nsite)]
         self.tip_id = (model.site(self.tip) if self.is_site else model.body(self.tip)).id
         self.reset_noise += 3
 
@@ -96,5 +95,5 @@ class TargetTask(RobotTask):
     def reset(self, u: Tensor) -> dict[str, Tensor]:
         """Return the start of ``RobotTask`` and a target."""
         command = self.least + u[:, -3:] * self.extent
-        steps = torch.zeros_like(u[:, 0])
-        return super().reset(u[:, :-3]) | {"command": command, "steps": steps}
+        start = super().reset(u[:, :-3])
+        return start | {"command": command, "steps": torch.zeros_like(u[:, 0])}

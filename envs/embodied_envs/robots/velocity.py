@@ -287,8 +287,7 @@ class VelocityTask(RobotTask, VelocityCommands):
 
     def observation_parts(self, model: mujoco.MjModel) -> list[Part]:
         phase = [] if self.gait_hz is None else [Part("phase", (str(self.gait_hz),))]
-        command = Part("command", tuple(self.commands))
-        return [*super().observation_parts(model), command, *phase]
+        return [*super().observation_parts(model), Part("command", tuple(self.commands)), *phase]
 
     def privileged(self, s: State) -> Tensor:
         return torch.cat([super().privileged(s), s["air"]], 1)
