@@ -107,13 +107,12 @@ class Go1Joystick(VelocityCommands):
 
     def observation_parts(self, model: mujoco.MjModel) -> list[Part]:
         joints = tuple(model.joint(i).name for i in range(1, model.njnt))
-        home = tuple(model.key("home").qpos[7:].tolist())
         return [
             Part("velocity", ("trunk",)),
             Part("angular_velocity", ("trunk",)),
             Part("gravity", ("trunk",)),
             Part("command", tuple(self.commands)),
-            Part("joint_positions", joints, offset=home),
+            Part("joint_positions", joints, offset=tuple(model.key("home").qpos[7:].tolist())),
             Part("joint_velocities", joints),
             Part("last_action", joints),
         ]

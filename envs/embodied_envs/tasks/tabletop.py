@@ -369,8 +369,7 @@ class Tabletop(Task):
             return self.success(s).to(s["qpos"].dtype)
         combination, offset = s["combination"], s["spot"]
         qpos = torch.cat((before["qpos"], s["qpos"]))
-        phi = self._potential(qpos, combination.repeat(2), offset.repeat(2, 1, 1))
-        old, new = phi.chunk(2)
+        old, new = self._potential(qpos, combination.repeat(2), offset.repeat(2, 1, 1)).chunk(2)
         return new - old + self.success(s)
 
     def _potential(self, qpos: Tensor, combination: Tensor, displacement_offset: Tensor) -> Tensor:

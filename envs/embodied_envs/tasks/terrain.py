@@ -126,8 +126,7 @@ class Terrain:
         self._corner, self._end = tensor(-half), tensor([columns - 1, rows - 1])
         x = TILE_M * (np.arange(self.levels) - 0.5 * (self.levels - 1))
         y = TILE_M * (np.arange(len(self.kinds)) - 0.5 * (len(self.kinds) - 1))
-        grid = np.stack(np.broadcast_arrays(x, y[:, None]), -1)
-        xy = tensor(grid.reshape(-1, 2))
+        xy = tensor(np.stack(np.broadcast_arrays(x, y[:, None]), -1).reshape(-1, 2))
         # [kinds * levels, 3], the ground in the middle of each tile, m.
         self.centers = torch.cat([xy, self.height(xy).unsqueeze(1)], 1)
 
