@@ -186,8 +186,7 @@ class Randomization:
                 if r.operation == "scale":
                     factor = x.index_select(1, self._driver) if field == "jnt_actfrcrange" else x
                     factor = x[:, self._paired].amax(1) if field == "pair_friction" else factor
-                    shape = (*factor.shape, *[1] * (value.ndim - 2))
-                    value[..., columns] *= factor.view(shape)
+                    value[..., columns] *= factor.view(*factor.shape, *[1] * (value.ndim - 2))
                 elif r.of_base:
                     value[:, self.base_body] += x.view(value[:, self.base_body].shape)
                 elif name == "camera_angle":

@@ -36,8 +36,7 @@ class JointOffsets:
         if not self._encoders.joints:
             value = list(randomization.ranges["joint_offset"])
             raise EnvError(f"remove env.ranges.joint_offset={value}: no actuator moves a hinge")
-        model = physics.model
-        addresses = [int(model.jnt_qposadr[j]) for j in self._encoders.joints]
+        addresses = [int(physics.model.jnt_qposadr[j]) for j in self._encoders.joints]
         self._qpos_index = torch.tensor(addresses, dtype=torch.int64, device=physics.device)
         self._qpos, self._ctrl = (torch.zeros_like(physics.fields[k]) for k in ("qpos", "ctrl"))
         # [N, joints], rad.

@@ -178,8 +178,7 @@ def _measure_capacities(env: MujocoEnv) -> dict[str, int]:
     generator = torch.Generator(env.device).manual_seed(0)
     env.reset()
     for _ in range(WARM_UP_STEPS):
-        u = torch.rand(env.action_shape, generator=generator, device=env.device)
-        env.step(2 * u - 1)
+        env.step(2 * torch.rand(env.action_shape, generator=generator, device=env.device) - 1)
     capacities = physics.measured_capacities()
     env.close()
     return capacities

@@ -375,8 +375,7 @@ class MujocoEnv(VectorEnv):
         self._truncation_mask.zero_()
         kind = s["kind"].clone() if "kind" in s else None
         # NaN compares as False.
-        values = torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1)
-        unstable = ~(values.abs() < HUGE).all(1)
+        unstable = ~(torch.cat([s["qpos"], s["qvel"], s["ctrl"]], 1).abs() < HUGE).all(1)
         if self.physics.host_readable and not bool(unstable.any()):
             unstable = None
         else:
