@@ -105,8 +105,7 @@ class ChunkedActions(EnvWrapper):
             obs = tree.where(is_reset, first_obs, obs)
         success = at_end = None
         if last.success is not None:
-            missing = torch.zeros_like(active)
-            each = [missing if s.success is None else s.success for s in steps]
+            each = [torch.zeros_like(active) if s.success is None else s.success for s in steps]
             success = any_executed(each)
             last_executed = executed.sum(1, keepdim=True) - 1
             at_end = success & torch.stack(each, 1).gather(1, last_executed)[:, 0]

@@ -156,8 +156,7 @@ class EnvPoolEnv(Adapter):
             raise self.error("several actions at once are not supported with EnvPool")
         self._index_arrays(spec)
 
-        renders = options.render or has_pixels
-        if _egl_error and family.startswith("envpool.mujoco") and renders:
+        if _egl_error and family.startswith("envpool.mujoco") and (options.render or has_pixels):
             raise self.error(f"no images can be rendered; {_egl_error}")
         is_large = family.removeprefix("envpool.mujoco.") in _LARGE_MODELS
         if is_large and self.num_envs > _SMALL_POOL:
@@ -293,8 +292,7 @@ class EnvPoolEnv(Adapter):
 
         inputs = spec.action_array_spec
         self._is_action = [key not in ("env_id", "players.env_id") for key in inputs]
-        action_key = next(itertools.compress(inputs, self._is_action))
-        self._action_dtype = inputs[action_key].dtype
+        self._action_dtype = inputs[next(itertools.compress(inputs, self._is_action))].dtype
         self._env_ids = np.arange(self.num_envs, dtype=np.int32)
 
         info = {x.removeprefix("info:"): i for x, i in position.items() if x.startswith("info:")}

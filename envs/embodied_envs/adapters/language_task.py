@@ -286,8 +286,7 @@ class CalvinTask(LanguageTask):
                 f" env.kwargs.dataset={options.get('dataset')}"
             )
         evaluation = importlib.import_module("calvin_agent.evaluation.multistep_sequences")
-        root = importlib.import_module("calvin_agent").__file__
-        conf = Path(str(root)).parents[1] / "conf"
+        conf = Path(str(importlib.import_module("calvin_agent").__file__)).parents[1] / "conf"
         load = importlib.import_module("omegaconf").OmegaConf.load
         known = load(conf / "annotations/new_playtable_validation.yaml")
         sentences = {name: str(known[name][0]) for name in known}

@@ -141,8 +141,7 @@ class LiberoEnv(GymnasiumEnv):
                 **kwargs,
             },
         )
-        limit = TIME_LIMITS[suite]
-        spec = EnvSpec(id, vector_entry_point=make_tasks, max_episode_steps=limit)
+        spec = EnvSpec(id, vector_entry_point=make_tasks, max_episode_steps=TIME_LIMITS[suite])
         super().__init__(id, options, spec=spec)
         # ``make_tasks`` returns Gymnasium's vector, which copies observations, takes one seed per
         # environment and can reset single environments.

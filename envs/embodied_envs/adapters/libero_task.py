@@ -142,8 +142,7 @@ class LiberoTask(gymnasium.Env):
         rotation = importlib.import_module("robosuite.utils.transform_utils").quat2axisangle
         position, gripper = obs["robot0_eef_pos"], obs["robot0_gripper_qpos"]
         orientation = rotation(obs["robot0_eef_quat"].copy())
-        state = np.concatenate((position, orientation, gripper))
-        out = {"state": state.astype(np.float32)}
+        out = {"state": np.concatenate((position, orientation, gripper)).astype(np.float32)}
         for name in self.cameras:
             # robosuite's images are upside down.
             image = obs[f"{name}_image"][::-1, :: -1 if self.mirror else 1]

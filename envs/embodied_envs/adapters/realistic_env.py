@@ -182,8 +182,7 @@ class _Reader:
             if again := sorted(taken & set(names)):
                 raise self._refused(path, f"{again[0]} is named twice; name it once", part)
             taken |= set(names)
-            stream = sampling_key("realism", option, key)
-            result.append(Disturbance(names, low, high, stream))
+            result.append(Disturbance(names, low, high, sampling_key("realism", option, key)))
         return tuple(result)
 
     def _select(self, option: str, keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:

@@ -43,8 +43,7 @@ class RemoteVector(gymnasium.vector.VectorEnv):
             ProcessLost: The creation exceeds env.step_timeout_s.
         """
         self.prefix, self.num_envs = f"env.id={id}: {address}", num_envs
-        module = env_server.__name__
-        hint = f"start python -m {module} {id}, or set env.kwargs.address=HOST:PORT"
+        hint = f"start python -m {env_server.__name__} {id}, or set env.kwargs.address=HOST:PORT"
         try:
             url = f"ws://{address}"
             self.connection = connect(
@@ -130,8 +129,7 @@ class ServerEnv(GymnasiumEnv):
 
     def __init__(self, id: str, options: AdapterOptions) -> None:
         kwargs = dict(options.kwargs or {})
-        address = kwargs.pop("address", ADDRESS)
-        make = functools.partial(RemoteVector, id, address)
+        make = functools.partial(RemoteVector, id, kwargs.pop("address", ADDRESS))
         spec = EnvSpec("Remote-v0", vector_entry_point=make)
         super().__init__(id, replace(options, kwargs=kwargs), spec=spec)
         vector: RemoteVector = self._env.unwrapped
