@@ -257,8 +257,7 @@ class _Checker:
         self.check_array(step.reward, ArraySpec(()), f"reward of {at}")
         for name in ("terminated", "truncated", "mask", "success"):
             if name != "success" or step.success is not None:
-                flag = ArraySpec((), torch.bool)
-                self.check_array(getattr(step, name), flag, f"{name} of {at}")
+                self.check_array(getattr(step, name), ArraySpec((), torch.bool), f"{name} of {at}")
         ended, masked = step.terminated | step.truncated, ~step.mask
         if step.final_obs is not None:
             self.check_obs(step.final_obs, f"{at} (final_obs)", rows=ended)

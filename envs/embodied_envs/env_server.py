@@ -121,8 +121,7 @@ def decode_space(message: dict) -> spaces.Space:
     if kind == "Box":
         dtype: Any = np.dtype(message["dtype"]).type
         return spaces.Box(dtype=dtype, **values)
-    whole = {k: x if x.ndim else int(x) for k, x in values.items()}
-    return getattr(spaces, kind)(**whole)
+    return getattr(spaces, kind)(**{k: x if x.ndim else int(x) for k, x in values.items()})
 
 
 # ------------------------------------------------------------------------------------------ server

@@ -112,7 +112,6 @@ def make_env(
 ) -> VectorEnv:
     """Return the environments of a measurement, one per seed, with images, state and sentences."""
     ranges = MEASUREMENTS[measurement].ranges
-    neutral = neutral_ranges(list(Tabletop.ranges))
     return embodied_envs.make(
         Tabletop.id,
         num_envs=len(seeds),
@@ -123,7 +122,7 @@ def make_env(
         cameras=(CAMERA,),
         image_size=(IMAGE_SIZE, IMAGE_SIZE),
         randomize=bool(ranges),
-        ranges={**neutral, **ranges} if ranges else None,
+        ranges={**neutral_ranges(list(Tabletop.ranges)), **ranges} if ranges else None,
         kwargs=task_kwargs(measurement),
     )
 
@@ -136,11 +135,10 @@ def seeds(measurement: str, episodes: int = EPISODES) -> list[int]:
 
 def observation(env: VectorEnv, obs: Any) -> Observation:
     """Convert the observation of a simulator to that of a ``BenchPolicy``."""
-    sentences: tuple[str, ...] = env.instructions
     return {
         "image": obs[CAMERA],
         "state": obs["state"],
-        "instruction": [sentences[i] for i in obs["instruction"].tolist()],
+        "instruction": [env.instructions[i] for i in obs["instruction"].tolist()],
     }
 
 

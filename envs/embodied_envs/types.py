@@ -243,9 +243,8 @@ class VectorEnv(ABC):
     @property
     def info(self) -> EnvInfo:
         """Description of these environments."""
-        described = {name: getattr(self, name) for name in _DESCRIBED}
         return EnvInfo(
-            **described,
+            **{name: getattr(self, name) for name in _DESCRIBED},
             counts_unstable=self.unstable is not None,
             has_levels=self.terrain_level is not None,
         )
