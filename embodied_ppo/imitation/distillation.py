@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 
+from embodied_envs.adapters.actions import policy_bounds
 from embodied_envs.base import tree
 from embodied_envs.base.observation_names import SINGLE
 from embodied_envs.base.tree import apply_in_parts
@@ -87,12 +88,7 @@ def executed_bounds(action_mapping: str, spec: Any) -> tuple[Tensor, Tensor]:
     """
     if not isinstance(spec, Box) or action_mapping == "none":
         return torch.tensor([-math.inf]), torch.tensor([math.inf])
-    low, high = torch.tensor(spec.low), torch.tensor(spec.high)
-    if action_mapping == "rescale":
-        finite = low.isfinite() & high.isfinite()
-        low = torch.where(finite, -torch.ones_like(low), low)
-        high = torch.where(finite, torch.ones_like(high), high)
-    return low, high
+    return policy_bounds(spec, action_mapping)
 
 
 def mode_of(kind: str, parameters: Tensor, second: Tensor) -> Tensor:
