@@ -225,8 +225,7 @@ class Page:
                 self._on_change(slider, functools.partial(self._set_command, slider))
                 self._sliders.append(slider)
             hint = "Sets the commands once a button is pressed"
-            axes = gui.add_text("Gamepad", "axes", hint=hint)
-            self._on_change(axes, self._read_gamepad)
+            self._on_change(gui.add_text("Gamepad", "axes", hint=hint), self._read_gamepad)
             gui._websock_interface.queue_message(RunJavascriptMessage(GAMEPAD))
             gui.add_markdown("Arrows: command blue, velocity green.")
             self._on_click(gui.add_button("Zero"), self._zero_command)

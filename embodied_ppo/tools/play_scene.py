@@ -85,8 +85,7 @@ class Scene:
                 low, high = np.percentile(height, [2, 98])
                 shade = 40 + 120 * np.clip((height - low) / max(1e-6, high - low), 0, 1)
                 colors = np.tile(shade, (1, 3)).astype(np.uint8)
-                shape = (mesh.vertices, mesh.faces)
-                mesh = type(mesh)(*shape, vertex_colors=colors, process=False)
+                mesh = type(mesh)(mesh.vertices, mesh.faces, vertex_colors=colors, process=False)
             handle = scene.add_mesh_trimesh(
                 f"/world/body{body}_{number}",
                 mesh,
@@ -109,8 +108,7 @@ class Scene:
             position, rotation = self._drawn[body]
             point = np.array(event.start_position) - self._offset - position
             self._grip = (body, rotation.T @ point)
-        target = np.array(event.end_position) - self._offset
-        self._on_pull(Pull(body, self._grip[1], target))
+        self._on_pull(Pull(body, self._grip[1], np.array(event.end_position) - self._offset))
 
     def draw(self, frame: Frame) -> None:
         """Show a frame."""
@@ -136,8 +134,7 @@ class Scene:
         command = dict(zip(self._player.commands, frame.command.tolist(), strict=False))
         base = self._player.base
         if base is not None and len(frame.velocity) == 6:
-            rotation = data.xmat[base].reshape(3, 3)
-            forward = rotation[:, 0] * (1, 1, 0)
+            forward = data.xmat[base].reshape(3, 3)[:, 0] * (1, 1, 0)
             forward = forward / max(1e-6, float(np.linalg.norm(forward)))
             left = np.array([-forward[1], forward[0], 0.0])
             start = data.xpos[base] + [0, 0, 0.5 * size]

@@ -315,8 +315,7 @@ class Player:
         self.positions(self._frame(0.0, {}))
         data.qvel[:] = self._fields["qvel"]
         mujoco.mj_forward(model, data)
-        rotation = data.xmat[pull.body].reshape(3, 3)
-        point = data.xpos[pull.body] + rotation @ pull.point
+        point = data.xpos[pull.body] + data.xmat[pull.body].reshape(3, 3) @ pull.point
         vector = pull.target - point
         distance = float(np.linalg.norm(vector))
         if distance < 1e-6:

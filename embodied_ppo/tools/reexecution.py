@@ -111,8 +111,7 @@ def nearest_start(
         raise CheckpointError(f"{run_dir}: {line}; no earlier one exists, name a later update")
     start = earlier[-1]
     if start != update:
-        name = start or "0, the beginning of the run"
-        say(f"{line}; the nearest earlier one is used ({name})")
+        say(f"{line}; the nearest earlier one is used ({start or '0, the beginning of the run'})")
     return start, possible[start]
 
 

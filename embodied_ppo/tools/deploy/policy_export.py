@@ -124,8 +124,7 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
             action = exported.act(exported.encode(obs)).action
             return {"action_difference": float((action - before.action).abs().max())}
         after = exported.evaluate(exported.encode(obs), before.action, before.replay)
-    difference = (after.log_prob - expected.log_prob).detach().abs().max()
-    return {"logit_difference": float(difference)}
+    return {"logit_difference": float((after.log_prob - expected.log_prob).detach().abs().max())}
 
 
 def _write_language_model(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:

@@ -164,8 +164,7 @@ class Served:
         if prompt is not None:
             set_instructions(session.network, (prompt,))
             obs = {**obs, INSTRUCTION: torch.tensor(0)}
-        chunked = self.chunk > 1
-        return tree.map(lambda x: np.asarray(x if chunked else x[None]), session.act(obs))
+        return tree.map(lambda x: np.asarray(x if self.chunk > 1 else x[None]), session.act(obs))
 
 
 # ------------------------------------------------------------------------------------------ server

@@ -76,8 +76,7 @@ def describe(info: Mapping[str, Any], realism: RealismConfig) -> dict[str, Any] 
     control, step_s = info.get("ctrl_of_action"), info["control"]["step_s"]
     if control is None or info["control"]["action_chunk"] > 1 or len(names) > 1:
         return None
-    parts: list[dict[str, Any]] = info["observation_parts"]
-    part = {x["quantity"]: x for x in parts}
+    part = {x["quantity"]: x for x in info["observation_parts"]}
     actuators, joints = info["actuators"], {x["name"]: x for x in info["joints"]}
     moved = [a["joint"] for a in actuators if a["joint"] is not None]
     read = list(part["joint_positions"]["names"]) if "joint_positions" in part else moved

@@ -30,8 +30,7 @@ def with_members(content: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
     merged: dict[str, Any] = {}
     unfollowed: list[Any] = []
     for entry in entries:
-        pairs = entry.items() if isinstance(entry, Mapping) else [(entry, None)]
-        for group, name in pairs:
+        for group, name in entry.items() if isinstance(entry, Mapping) else [(entry, None)]:
             if group == "_self_" or str(group).startswith("override hydra/"):
                 continue
             source, _, package = str(group).partition("@")

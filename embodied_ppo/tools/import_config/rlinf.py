@@ -333,8 +333,7 @@ def env_type(value: Any, source: Source) -> Answer:
     answer["env.kwargs"] = kwargs
     if model_type(source) in POLICIES:
         images = int(source.get("actor.model.num_images_in_input", 1))
-        wrist = model_type(source) == "openpi" or images > 1
-        answer["env.cameras"] = CAMERAS[: 1 + wrist]
+        answer["env.cameras"] = CAMERAS[: 1 + (model_type(source) == "openpi" or images > 1)]
     return answer
 
 

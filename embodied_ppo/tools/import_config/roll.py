@@ -190,9 +190,8 @@ def norm(value: Any, source: Source) -> Answer:
         return RUNNING
     if None not in (mean, std) and mean != std:
         return Reason("mean and deviation are both of the batch, or both of the group, here")
-    kind = mean or std
     return {
-        "algorithm.reward_norm": kind,
+        "algorithm.reward_norm": mean or std,
         "algorithm.reward_norm_by": "mean_std" if mean == std else "mean" if mean else "std",
     }
 

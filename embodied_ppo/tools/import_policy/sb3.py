@@ -45,8 +45,7 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
         reason = "reads a dictionary of observations"
         raise ConfigError(f"name a policy that reads one vector: {label} {reason}")
     # Stable-Baselines3 sets this attribute only if the environment is a VecNormalize.
-    wrapped = data.get("_last_original_obs") is not None
-    if wrapped and normalizer is None:
+    if data.get("_last_original_obs") is not None and normalizer is None:
         raise ConfigError(
             "write normalizer=FILE, the file of VecNormalize.save, or normalizer=none: the training"
             f" of {label} used VecNormalize, which is a file of its own"
