@@ -200,8 +200,7 @@ def _evaluate_language(
     if options.grader is not None:
         check_exists(options.grader, "grader")
         config = replace(config, reward=RewardConfig(grader=options.grader))
-    is_model = config.data.task is None and not config.data.eval
-    if is_model and not options.data:
+    if not options.data and config.data.task is None and not config.data.eval:
         hint = "write data=[FILE.jsonl] or .parquet with prompts and answers"
         raise ConfigError(f"{hint}: {show_path(run.source.path)} is a model without data")
     # Refuse wrong files before a large model is loaded.

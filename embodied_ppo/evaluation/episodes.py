@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
@@ -279,8 +279,7 @@ def evaluate(
 
 def lend(env: VectorEnv, seeds: list[int]) -> VectorEnv:
     """Return ``_LentEnvs``: the first environments of ``env``, restarted with ``seeds``."""
-    lent: Any = _LentEnvs(env, seeds)
-    return lent
+    return _LentEnvs(env, seeds)
 
 
 class _LentEnvs(EnvWrapper):

@@ -139,8 +139,7 @@ def with_ranges(
 
     ``neutral`` are ranges that change nothing; they replace the task's where it is not randomised.
     """
-    others = env.ranges if env.randomize else neutral
-    return {"randomize": True, "ranges": {**others, **ranges}}
+    return {"randomize": True, "ranges": {**(env.ranges if env.randomize else neutral), **ranges}}
 
 
 def _plain(x: float) -> float:
@@ -291,8 +290,7 @@ class RobustnessSweep:
         nominal = replace(result, episodes=result.episodes[: self.episodes])
         # A task that reports no success has the return of the untrained policy as its floor.
         needs_floor = nominal.successes is None
-        total = (self.count + needs_floor) * self.episodes
-        on_episode = counter(advance, "robustness", total)
+        on_episode = counter(advance, "robustness", (self.count + needs_floor) * self.episodes)
 
         def run(changes: Mapping[str, Any], trained: bool = True) -> EvaluationResult:
             return evaluate(trained, changed(self.factory, changes), self.episodes, on_episode)
