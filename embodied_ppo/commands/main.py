@@ -52,8 +52,7 @@ UNSUPERVISED = ("watch", "doctor", "config", "experiments", "import-config", "ne
 # ---------------------------------------------------------------------------------------- arguments
 def _description(name: str) -> tuple[str, str]:
     """Return what a command does, and an example, from its module, which is not imported."""
-    file = Path(__file__).with_name(f"{name.replace('-', '_')}.py")
-    with file.open(encoding="utf-8") as source:
+    with Path(__file__).with_name(f"{name.replace('-', '_')}.py").open(encoding="utf-8") as source:
         summary, _, example = (source.readline().strip() for _ in range(3))
     return summary.partition("`: ")[2].removesuffix("."), example.removeprefix("Example: ")
 

@@ -111,5 +111,5 @@ def _train_command(config: Config, changes: Mapping[str, Any], args: argparse.Na
         overrides.append(f"placement={config.placement}")
     if config.placement != "local":
         options["cluster.devices_per_node"] = config.cluster.devices_per_node
-    lines = override_lines("train", options)
-    return shlex.join([PROGRAM, "train", *flags, *overrides, *lines])
+    overrides += override_lines("train", options)
+    return shlex.join([PROGRAM, "train", *flags, *overrides])

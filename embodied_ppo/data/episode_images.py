@@ -217,8 +217,7 @@ def _resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resize uint8 [h, w, 3] to (H, W), linearly and with a wider filter where it shrinks."""
     if image.shape[:2] == size:
         return image
-    resized = Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR)
-    return np.asarray(resized)
+    return np.asarray(Image.fromarray(image).resize((size[1], size[0]), Image.Resampling.BILINEAR))
 
 
 def _frames(path: Path, start_s: float, fps: float) -> Any:

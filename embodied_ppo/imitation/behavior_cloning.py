@@ -93,8 +93,7 @@ def clone(
     policy.freeze(False)
     try:
         if isinstance(policy, VLA):
-            generator = torch.Generator().manual_seed(seed)
-            policy.trunk.initialize_words(demos.instructions, generator)
+            policy.trunk.initialize_words(demos.instructions, torch.Generator().manual_seed(seed))
         if len(vectors := policy.trunk.encoder.vectors) > 1:
             notice(f"cloning: the dataset's observation.state is read as {', then '.join(vectors)}")
         train, held_out = demos.split(HELD_OUT, seed)
@@ -315,8 +314,7 @@ def _check_actions(policy: Family, demos: Demonstrations) -> None:
     """Raise ConfigError where actions are far outside the range that the policy predicts."""
     vectors = _vectors(policy, demos.state.to(policy.device))
     scaled = policy.scaled_actions(demos.action.to(policy.device), vectors).abs()
-    outside = scaled > MAX_SCALED_ACTION
-    share = float(outside.any(dim=1).float().mean())
+    share = float((scaled > MAX_SCALED_ACTION).any(dim=1).float().mean())
     if share > MAX_OUTSIDE or bool((scaled > 100 * MAX_SCALED_ACTION).any()):
         i = int(scaled.amax(dim=0).argmax())
         row = int(scaled[:, i].argmax())

@@ -130,8 +130,7 @@ def distillation_loss(
         return dist.categorical_kl(target, parameters)
     if loss == "kl":
         teacher_mean, teacher_log_std = target.chunk(2, dim=-1)
-        divergence = dist.NUMBERS[kind].kl
-        return divergence(teacher_mean, teacher_log_std, parameters, log_std).sum(-1)
+        return dist.NUMBERS[kind].kl(teacher_mean, teacher_log_std, parameters, log_std).sum(-1)
     if kind == "squashed_gaussian":
         u = target.clamp(-LARGEST_TANH, LARGEST_TANH).atanh()
         return -dist.squashed_log_prob(u, parameters, log_std).sum(-1)

@@ -270,9 +270,8 @@ def clone(
             policy, demos, c, seed=config.seed, notice=notice, advance=advance
         )
 
-    work = f"{c.steps} supervised steps"
     return supervised_finetuning.compute_or_load(
-        weights, path, train, label="cloning", work=work, notice=notice
+        weights, path, train, label="cloning", work=f"{c.steps} supervised steps", notice=notice
     )[1]
 
 

@@ -110,8 +110,7 @@ def prepare(
         device: Device of the simulators.
         notice: Called with lines for the log.
     """
-    trained_with = teacher.source.manifest.get("task_hash")
-    if task is not None and trained_with not in (None, task.hash):
+    if task is not None and teacher.source.manifest.get("task_hash") not in (None, task.hash):
         notice(f"teacher={teacher.run_dir}: files of {config.env.id} have changed since")
     own, others = environments.training_env(config), environments.evaluation_env(teacher.config)
     keys, realism = None, own.realism

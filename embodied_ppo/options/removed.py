@@ -76,8 +76,7 @@ def _merged(options: Mapping[str, Any]) -> dict[str, Any]:
     if std_eps := options.get("model.obs_std_eps"):
         merged["model.obs_eps"] = [options["model.obs_eps"], std_eps]
     if "algorithm.adam_beta1" in options:
-        betas = (options[f"algorithm.adam_beta{i}"] for i in (1, 2))
-        merged["algorithm.adam_betas"] = [*betas]
+        merged["algorithm.adam_betas"] = [options[f"algorithm.adam_beta{i}"] for i in (1, 2)]
     if options.get("algorithm.chunk_reward") == "sum":
         merged["algorithm.reward_type"] = "chunk_sum"
     for name, by in (("reward_shift", "mean"), ("reward_scale", "std")):
