@@ -254,9 +254,8 @@ def _check_forces(model: mujoco.MjModel, name: str, value: list[float]) -> None:
     # The types up to AFFINE are linear; muscles and others follow.
     is_linear = model.actuator_gaintype <= int(mujoco.mjtGain.mjGAIN_AFFINE)
     is_linear &= model.actuator_biastype <= int(mujoco.mjtBias.mjBIAS_AFFINE)
-    limited = model.jnt_actfrclimited.astype(bool)
     counts = np.bincount(model.actuator_trnid[drives_joint(model), 0], minlength=model.njnt)
-    shared = np.flatnonzero(limited & (counts != 1))
+    shared = np.flatnonzero(model.jnt_actfrclimited.astype(bool) & (counts != 1))
     fault = ""
     if not is_linear.all():
         i = int(is_linear.argmin())

@@ -144,9 +144,8 @@ def frame(model: mujoco.MjModel, name: str) -> dict[str, Any]:
     site = mujoco.mj_name2id(model, mujoco.mjtObj.mjOBJ_SITE, name)
     if site < 0:
         return {"body": name, "pos": [0.0, 0.0, 0.0], "quat": [1.0, 0.0, 0.0, 0.0]}
-    body = model.body(model.site_bodyid[site]).name
     pos, quat = model.site_pos[site].tolist(), model.site_quat[site].tolist()
-    return {"body": body, "pos": pos, "quat": quat}
+    return {"body": model.body(model.site_bodyid[site]).name, "pos": pos, "quat": quat}
 
 
 def describe(

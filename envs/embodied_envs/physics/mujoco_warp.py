@@ -157,9 +157,8 @@ class WarpPhysics:
         # Copy of ``_peak_counts`` on the host.
         self._host_counts = torch.zeros(5, dtype=torch.int32, pin_memory=not self._on_cpu)
         sensors = (m.sensor_contact_pos_adr, m.sensor_limitpos_adr, m.sensor_limitvel_adr)
-        ids = np.concatenate([x.numpy() for x in sensors])
         owner = np.repeat(np.arange(self.model.nsensor), self.model.sensor_dim)
-        columns = np.flatnonzero(np.isin(owner, ids))
+        columns = np.flatnonzero(np.isin(owner, np.concatenate([x.numpy() for x in sensors])))
         # Columns of sensordata that need constraints (contacts, limits); 0 without any.
         self._constraint_columns = wp.array(columns, dtype=int)
         self.randomization.to(self.device, self.dtype)

@@ -126,9 +126,8 @@ class RoughTerrain(VelocityCommands):
         else:
             level = (level * self.terrain.levels).long()
         zero = torch.zeros_like(turn)
-        half = torch.pi * turn
         turned = slice(self.base_qpos + 3, self.base_qpos + 7)
-        start["qpos"][:, turned] = _turn(half, start["qpos"][:, turned])
+        start["qpos"][:, turned] = _turn(torch.pi * turn, start["qpos"][:, turned])
         return start | {
             "qpos": self._placed(start["qpos"], kind, level),
             "kind": kind,

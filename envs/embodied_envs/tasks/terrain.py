@@ -115,13 +115,12 @@ class Terrain:
         """Create the tensors from the heights of ``model``, which are float32."""
         field = model.hfield(NAME)
         rows, columns = int(field.nrow[0]), int(field.ncol[0])
-        heights = field.data.astype(np.float64).ravel() * field.size[2]
         half = field.size[:2]
 
         def tensor(x: np.ndarray | list[float]) -> Tensor:
             return torch.tensor(np.asarray(x), device=device, dtype=dtype)
 
-        self._flat = tensor(heights)
+        self._flat = tensor(field.data.astype(np.float64).ravel() * field.size[2])
         self._columns = columns
         self._corner, self._end = tensor(-half), tensor([columns - 1, rows - 1])
         x = TILE_M * (np.arange(self.levels) - 0.5 * (self.levels - 1))
