@@ -66,10 +66,9 @@ def config_rows(loaded: Any, *, only: str | None = None) -> dict[str, dict[str, 
             continue
         if only and only.lower() not in f"{path} {option.meaning}".lower():
             continue
-        value = "???" if path in loaded.missing else reduce(getitem, path.split("."), values)
         default = option.default
         rows[path] = {
-            "value": value,
+            "value": "???" if path in loaded.missing else reduce(getitem, path.split("."), values),
             "default": list(default) if isinstance(default, tuple) else default,
             "source": loaded.origin.get(path, "default"),
             "meaning": option.meaning,

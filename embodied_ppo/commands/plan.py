@@ -104,7 +104,6 @@ def _train_command(config: Config, changes: Mapping[str, Any], args: argparse.Na
     if config.model.checkpoint is not None:
         if not any(line.startswith("model.checkpoint=") for line in overrides):
             overrides.append("model.checkpoint=DIR")
-    flags = arguments.config_flags(args)
     options = {k: value for k, value in changes.items() if k not in ("placement", "device")}
     overrides += ["device=cuda"] if "device" in changes else []
     if config.placement != "local" or "placement" in changes:
@@ -112,4 +111,4 @@ def _train_command(config: Config, changes: Mapping[str, Any], args: argparse.Na
     if config.placement != "local":
         options["cluster.devices_per_node"] = config.cluster.devices_per_node
     overrides += override_lines("train", options)
-    return shlex.join([PROGRAM, "train", *flags, *overrides])
+    return shlex.join([PROGRAM, "train", *arguments.config_flags(args), *overrides])

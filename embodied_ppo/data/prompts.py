@@ -120,9 +120,8 @@ def load_prompts(
     prompts: list[Prompt] = []
     lengths: list[int] = []
     keys = {"prompt_key": data.prompt_key, "answer_key": data.answer_key}
-    rows = read_rows(paths, **keys, needs_answer=needs_answer)
     prefix = _response_prefix(tokenizer) if chat else ""
-    for index, row in enumerate(rows):
+    for index, row in enumerate(read_rows(paths, **keys, needs_answer=needs_answer)):
         messages = _messages(row)
         text = "\n".join(m["content"] for m in messages)
         source = "the tokenizer or its chat template" if chat else "the tokenizer"
@@ -344,9 +343,8 @@ class Sampler:
 
     def _kind(self) -> dict[str, int]:
         """Return the values that a state to continue must have, too."""
-        weighted = int(self._weights is not None)
         order = {"size": self.size, "seed": self.seed, "shuffle": int(self.shuffle)}
-        return {**order, "weighted": weighted, "checksum": self.checksum}
+        return {**order, "weighted": int(self._weights is not None), "checksum": self.checksum}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state()``, with any batch size. Other weights count from the next epoch.

@@ -139,9 +139,8 @@ def rows(content: Mapping[str, Any]) -> list[list[str]]:
     show = percent if content["metric"] == "success" else number
     table = [["perturbation", "without", "with", "difference", "95 % interval"]]
     for r in content["rows"]:
-        interval = " to ".join(map(show, r["ci95"]))
         values = (content["nominal"], r["mean"], r["difference"])
-        table.append([r["name"], *map(show, values), interval])
+        table.append([r["name"], *map(show, values), " to ".join(map(show, r["ci95"]))])
     return table
 
 

@@ -130,11 +130,10 @@ def chunk(value: Any, source: Source) -> Answer:
 
 
 def suite(value: Any, source: Source) -> Answer:
-    name = source.get("data.task_suite_name", "libero_10")
     kwargs = {"settle_steps": source.get("actor_rollout_ref.rollout.num_steps_wait", 10)}
     return {
         "env.simulator": "libero",
-        "env.id": f"libero/{name}",
+        "env.id": f"libero/{source.get('data.task_suite_name', 'libero_10')}",
         "env.kwargs": kwargs | {"draw_tasks": True},
     }
 
