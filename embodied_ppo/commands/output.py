@@ -6,30 +6,16 @@ import argparse
 import contextlib
 import shutil
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from embodied_ppo.core.guarded_files import as_json
+from embodied_ppo.options.placement import lines as layout
 
 if TYPE_CHECKING:
     from embodied_ppo.options.loader import Loaded
 
-__all__ = ["as_json"]
-
-
-def layout(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Return lines with aligned columns; the last column is wrapped at ``width`` characters."""
-    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
-    lines = []
-    for *cells, last in rows:
-        head = "".join(f"{cell:<{n}}  " for cell, n in zip(cells, widths, strict=True))
-        parts = [last]
-        if width is not None:
-            # No column is narrower than 40 characters: the terminal wraps such lines.
-            parts = textwrap.wrap(last, max(40, width - len(head)), break_on_hyphens=False) or [""]
-        lines += [f"{head}{parts[0]}".rstrip(), *(" " * len(head) + part for part in parts[1:])]
-    return lines
+__all__ = ["as_json", "layout"]
 
 
 def table(rows: Sequence[Sequence[str]], *, title: str = "") -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -404,8 +405,15 @@ def _check_even(option: str, value: int, unit: int, parts: str) -> None:
         )
 
 
-def lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table as aligned lines of text."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    cells = [[x.ljust(width) for x, width in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(row).rstrip() for row in cells]
+def lines(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
+    """Return lines with aligned columns; the last column is wrapped at ``width`` characters."""
+    widths = [max(map(len, column)) for column in zip(*(row[:-1] for row in rows), strict=True)]
+    table = []
+    for *cells, last in rows:
+        head = "".join(f"{cell:<{n}}  " for cell, n in zip(cells, widths, strict=True))
+        parts = [last]
+        if width is not None:
+            # No column is narrower than 40 characters: the terminal wraps such lines.
+            parts = textwrap.wrap(last, max(40, width - len(head)), break_on_hyphens=False) or [""]
+        table += [f"{head}{parts[0]}".rstrip(), *(" " * len(head) + part for part in parts[1:])]
+    return table
