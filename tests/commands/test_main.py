@@ -583,7 +583,7 @@ LOST = "no answer for 8 s: actor rank 0, update"
     ("error", "first", "last"),
     [
         (KeyError("requested"), "Traceback", "error: KeyError: 'requested'"),
-        (ProcessLost(f"{LOST}\n--- actor rank 0\nFile x.py, in wait"), "error", f"error: {LOST}"),
+        (ProcessLost(f"{LOST}\n--- actor rank 0\nFile x.py"), f"error: {LOST}", f"error: {LOST}"),
     ],
     ids=["bug", "stacks of other processes"],
 )
