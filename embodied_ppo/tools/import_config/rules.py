@@ -72,12 +72,12 @@ def adam_betas(prefix: str = "adam_beta") -> Rule:
     return rule
 
 
-def clip_ratio(section: str) -> Rule:
-    """Map a clip range to the sides for which ``section`` has no range of its own."""
+def clip_ratio(section: str, default: float | None = None) -> Rule:
+    """Map a clip range to the sides for which ``section`` has no range and no ``default``."""
 
     def rule(value: Any, source: Source) -> Answer:
         names = [f"clip_ratio_{side}" for side in ("low", "high")]
-        unset = [name for name in names if source.get(f"{section}.{name}") is None]
+        unset = [name for name in names if source.values.get(f"{section}.{name}", default) is None]
         if not unset:
             return Reason("clip_ratio_low and clip_ratio_high take precedence there, too")
         return {f"algorithm.{name}": value for name in unset}

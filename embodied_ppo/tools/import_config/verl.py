@@ -194,7 +194,7 @@ VERL = load(
     {
         **rules.SHARED,
         **globals(),
-        "clip_ratio": rules.clip_ratio(ACTOR),
+        "clip_ratio": rules.clip_ratio(ACTOR, 0.2),  # actor.yaml sets both sides to 0.2
         "warmup_steps": rules.warmup_steps(),
         "warmup_fraction": rules.warmup_fraction(updates),
         # The actor learns from update N on, the first update being 1.
