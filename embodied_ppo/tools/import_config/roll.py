@@ -232,11 +232,11 @@ def sequence_length(value: Any, source: Source) -> Any:
 def differences_of(source: Source) -> dict[str, str]:
     """Return the differences that no option of ours removes."""
     kind, sums = source.get("reward_norm"), source.get("loss_agg_mode") == SUM_NORM
-    discounts = source.get("lambd", 0.95) != 1 or source.get("gamma", 1) != 1
     conditions = {
         "norm": kind in ("batch", "group") and isinstance(old_norm(kind, source), dict),
         "sum": sums and sum_norm_factor(source) is None,
-        "end": has_critic(source) and discounts,
+        "end": has_critic(source) and (source.get("lambd", 0.95), source.get("gamma", 1)) != (1, 1),
+        **{x: f"actor_infer.generating_args.{x}" not in source.values for x in ("top_k", "top_p")},
     }
     return rules.differences("roll", conditions, old=OLD_NORM)
 
