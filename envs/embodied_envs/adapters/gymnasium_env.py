@@ -146,6 +146,11 @@ class GymnasiumEnv(Adapter):
             self._closed = self._env.unwrapped.closed = True
             message = "step(): a process of the simulator has ended (a crash, or sys.exit)"
             raise TrainingError(f"env.id={self.id}: {message}") from error
+        except ValueError as error:
+            if "to unpack" not in str(error):
+                raise
+            parts = "observation, reward, terminated, truncated, info"
+            raise self.error(f"return {parts} from step(): {error}") from error
         reward, terminated, truncated = map(self._column, results)
         assert self._done is not None
         # With next-step resets, the row after an end is the dummy row that resets.
