@@ -34,6 +34,7 @@ def _serve(spec: str | Grader, pipe: Connection, limits: Limits, option: str) ->
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setsid()  # a new process group, so that children of the grader can be killed with it
+    os.dup2(2, 1)  # what a grader prints goes to stderr: stdout holds only results (--json)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

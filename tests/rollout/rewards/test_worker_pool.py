@@ -24,6 +24,7 @@ GRADER_FILE = '''
 import asyncio, ctypes, os, signal, subprocess, sys, time
 
 loops = set()
+print("loaded")
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
     """Return the number in the response, or do what its keyword names."""
@@ -180,7 +181,7 @@ def test_results_of_an_interrupted_batch_do_not_reach_the_next(pool: GraderPool)
 
 
 def test_workers_end_with_their_parent(file: str) -> None:
-    """Also during a sample, and if the parent is killed."""
+    """Also during a sample, and if the parent is killed. Nothing they print is on stdout."""
     code = (
         "from embodied_ppo.rollout.rewards.graders import Limits\n"
         "from embodied_ppo.rollout.rewards.worker_pool import GraderPool\n"
