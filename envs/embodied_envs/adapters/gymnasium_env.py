@@ -132,7 +132,7 @@ class GymnasiumEnv(Adapter):
             obs = self._seeded_reset()[0]
             self._seeds_are_new = False
         else:
-            obs = self._env.reset()[0]
+            obs = self._call(self._env.reset)[0]
         self._done = np.zeros(self.num_envs, dtype=bool)
         return self.read_obs(obs)
 
@@ -140,17 +140,7 @@ class GymnasiumEnv(Adapter):
         """Advance all environments by one step; ``action`` is float32 [N, A] or int64 [N]."""
         self._check_step(action)
         actions = tree.map(lambda x: x.detach().cpu().numpy(), self.to_simulator(action))
-        try:
-            obs, *results, info = self._env.step(actions)
-        except EOFError as error:  # of AsyncVectorEnv, whose close() would fail in the same way
-            self._closed = self._env.unwrapped.closed = True
-            message = "step(): a process of the simulator has ended (a crash, or sys.exit)"
-            raise TrainingError(f"env.id={self.id}: {message}") from error
-        except ValueError as error:
-            if "to unpack" not in str(error):
-                raise
-            parts = "observation, reward, terminated, truncated, info"
-            raise self.error(f"return {parts} from step(): {error}") from error
+        obs, *results, info = self._call(self._env.step, actions)
         reward, terminated, truncated = map(self._column, results)
         assert self._done is not None
         # With next-step resets, the row after an end is the dummy row that resets.
@@ -286,11 +276,28 @@ class GymnasiumEnv(Adapter):
             )
         return mode
 
+    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Call a method; raise TrainingError where a process of AsyncVectorEnv has ended.
+
+        Raise EnvError where the results have not Gymnasium's parts.
+        """
+        try:
+            return method(*args, **options)
+        except (EOFError, BrokenPipeError, ConnectionResetError) as error:
+            self._closed = self._env.unwrapped.closed = True  # close() would fail in the same way
+            message = f"{method.__name__}(): a process of the simulator has ended (a crash or kill)"
+            raise TrainingError(f"env.id={self.id}: {message}") from error
+        except ValueError as error:
+            if "to unpack" not in str(error):
+                raise
+            parts = "(observation, info) from reset(), (.., reward, terminated, truncated, info)"
+            raise self.error(f"return {parts} from step(): {error}") from error
+
     def _seeded_reset(self) -> Any:
         """Reset with all seeds, or with the first one if the user's vector accepts only one."""
         with wrap_errors(f"env.id={self.id}: its reset(seed=, options=) fails: "):
             try:
-                return self._env.reset(seed=list(self._seeds))
+                return self._call(self._env.reset, seed=list(self._seeds))
             except (TypeError, gymnasium.error.Error):
                 if not self._has_own_vector:
                     raise

@@ -181,7 +181,7 @@ gymnasium.register("test/Observing-v0", Observing, disable_env_checker=True)
         (None, r"cam/x of Observing is NoneType, its space \[2\]"),
         ({"cam/x": np.ones((1, 2)), "s": {"q/v": np.ones(1)}}, r"is \[1, 2\], its space \[2\]"),
         ({"cam/x": np.ones(2), "s": {}}, "s/q/v of Observing is NoneType"),
-        ("old", r"return observation, .* from step\(\): .* \(expected 5, got 4\)"),
+        ("old", r"return .* from step\(\): .* \(expected 5, got 4\)"),
     ],
 )
 def test_an_observation_of_another_shape_is_named(second: Any, message: str) -> None:
@@ -217,12 +217,16 @@ class Ending(Rewarding):
 gymnasium.register("test/Ending-v0", Ending, disable_env_checker=True)
 
 
-def test_the_end_of_a_process_is_named() -> None:
+@pytest.mark.parametrize(("is_killed", "call"), [(False, "step"), (True, "step"), (True, "reset")])
+def test_the_end_of_a_process_is_named(is_killed: bool, call: str) -> None:
     kwargs = {"reward": 0.0, "vectorization_mode": "async"}
-    env = embodied_envs.make("test/Ending-v0", num_envs=2, seeds=[0, 1], kwargs=kwargs)
+    env: Any = embodied_envs.make("test/Ending-v0", num_envs=2, seeds=[0, 1], kwargs=kwargs)
     env.reset()
-    with pytest.raises(TrainingError, match=r"Ending-v0: step\(\): a process .* has ended"):
-        env.step(torch.zeros(2, 1))
+    for process in env._env.unwrapped.processes if is_killed else ():
+        process.kill()
+        process.join()
+    with pytest.raises(TrainingError, match=rf"Ending-v0: {call}\(\): a process .* has ended"):
+        env.step(torch.zeros(2, 1)) if call == "step" else env.reset()
     env.close()  # without an error that would replace the first one
 
 
