@@ -236,10 +236,8 @@ def open_run(spec: RunSpec, messages: Messages, bar: Progress) -> Iterator[OpenR
             built.system.load(spec.checkpoint, messages.notice)
         try:
             log = _write_start(spec, quiet=bar.quiet)
-        except OSError as error:
+        except OSError as error:  # also of a file of another user, or too many open files
             built.system.close()
-            if error.errno not in DISK:
-                raise
             fact = f"run_dir={spec.run_dir}: cannot be written ({error.strerror})"
             raise errors.ConfigError(f"{fact}; free space, or name another") from error
         built_spec, sessions = replace(spec, task=task), _sessions(spec)

@@ -21,7 +21,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard.writer import FileWriter
 
-from embodied_envs.base.errors import EnvError, ProcessLost, TrainingError
+from embodied_envs.base.errors import ConfigError, EnvError, ProcessLost, TrainingError
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.evaluation import checkpoint_evaluation, robot_evaluation
 from embodied_ppo.options import loader, validation
@@ -395,6 +395,11 @@ def test_damaged_newest_checkpoint_is_skipped(tmp_path, capfd) -> None:
     assert not (tmp_path / "run/parent.json").exists()
     content = verification.verify(tmp_path / "run", updates=1, progress=False)
     assert content["verdict"] == "verified" and "../disk/step_000009/policy.pt" in content["files"]
+    # A file of the run that cannot be opened for writing, like one of another user.
+    (tmp_path / "run/log.txt").unlink()
+    (tmp_path / "run/log.txt").mkdir()
+    with pytest.raises(ConfigError, match=r"run: cannot be written \(Is a directory\)"):
+        runs.train(tiny(tmp_path / "run", resume="auto", updates=10), quiet=True)
 
 
 @pytest.mark.slow
