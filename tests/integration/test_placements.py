@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -295,13 +296,17 @@ def test_waiting_for_occupied_devices_ends_after_start_timeout(tmp_path, monkeyp
         remove_placement_group(occupied)
 
 
-def test_unreachable_ray_cluster_is_named(monkeypatch) -> None:
+def test_ray_that_cannot_be_used_is_named(monkeypatch) -> None:
     reservation = object.__new__(Reservation)
     reservation.plan = plan("fused", Hardware())
     for port in (1, 99999):
         monkeypatch.setenv("RAY_ADDRESS", f"{LOOPBACK}:{port}")
         with pytest.raises(PlacementError, match=rf"RAY_ADDRESS.*{LOOPBACK}:{port}"):
             reservation._connect()
+    monkeypatch.delenv("RAY_ADDRESS")
+    monkeypatch.setattr(ray, "init", mock.Mock(side_effect=Exception("node timed out")))
+    with pytest.raises(PlacementError, match=r"Ray could not be started \(node timed out\)"):
+        reservation._connect()
 
 
 def listening_addresses(pid: int) -> set[str]:
