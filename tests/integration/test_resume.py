@@ -23,6 +23,7 @@ from torch.utils.tensorboard.writer import FileWriter
 
 from embodied_envs.base.errors import ConfigError, EnvError, ProcessLost, TrainingError
 from embodied_ppo.cluster import run_plan
+from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.evaluation import checkpoint_evaluation, robot_evaluation
 from embodied_ppo.options import loader, validation
 from embodied_ppo.options.schema import AlgorithmConfig, ClusterConfig, Config, EvaluateConfig
@@ -443,12 +444,13 @@ def test_earlier_checkpoint_starts_a_new_run(tmp_path, monkeypatch) -> None:
     assert_same(contents(tmp_path / "run", 8), contents(tmp_path / "branch", 8))
 
 
-def test_failure_of_the_last_evaluation_keeps_the_checkpoint(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", [EnvError, PlacementError])
+def test_failure_of_the_last_evaluation_keeps_the_checkpoint(kind, tmp_path, monkeypatch) -> None:
     evaluate = LocalSystem.evaluate
 
     def fail_at_last_update(self: LocalSystem, update: int) -> object:
         if update == 8:
-            raise EnvError("the simulator failed")
+            raise kind("the simulator failed")
         return evaluate(self, update)
 
     monkeypatch.setattr(LocalSystem, "evaluate", fail_at_last_update)
