@@ -28,6 +28,7 @@ from embodied_ppo.options.config_folders import PRIMARY
 # Messages of threading, torch and the dynamic loader when memory is exhausted.
 OUT_OF_MEMORY = (
     "can't start new thread",
+    "Resource temporarily unavailable",  # of EnvPool: a thread
     "can't allocate memory",
     "Cannot allocate memory",
     "failed to map segment",

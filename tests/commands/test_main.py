@@ -577,6 +577,10 @@ def test_config_that_is_not_utf8_is_refused(capsys) -> None:
 
 
 LOST = "no answer for 8 s: actor rank 0, update"
+THREADS = (
+    "error: out of memory (RuntimeError: Resource temporarily unavailable); embodied-ppo plan shows"
+    " what a run needs; lower env.num_envs or algorithm.horizon"
+)
 
 
 @pytest.mark.parametrize(
@@ -584,8 +588,9 @@ LOST = "no answer for 8 s: actor rank 0, update"
     [
         (KeyError("requested"), "Traceback", "error: KeyError: 'requested'"),
         (ProcessLost(f"{LOST}\n--- actor rank 0\nFile x.py"), f"error: {LOST}", f"error: {LOST}"),
+        (RuntimeError("Resource temporarily unavailable"), THREADS, THREADS),
     ],
-    ids=["bug", "stacks of other processes"],
+    ids=["bug", "stacks of other processes", "no thread for a simulator"],
 )
 def test_only_a_bug_has_a_traceback(error, first, last, monkeypatch, capsys) -> None:
     monkeypatch.setattr(train, "run", mock.Mock(side_effect=error))
