@@ -1125,9 +1125,6 @@ class ClusterConfig:
     """How often a run that lost processes is rebuilt from its last checkpoint."""
 
 
-RESUMED = "resume=RUN and mode=embodied"
-
-
 @dataclass(frozen=True)
 class Config:
     mode: Mode = "embodied"
@@ -1154,14 +1151,9 @@ class Config:
     """Number of environment steps to train for (read where updates is null)."""
     resume: Text | None = None
     """Run to continue: auto is the newest of this name and seed; or a directory; null: none."""
-    allow_changed_task: bool = option(
-        False,
-        read_if=(
-            ReadIf(RESUMED, lambda c: c.resume is not None),
-            ReadIf(RESUMED, lambda c: False, mode="reasoning"),  # which has no task to compare
-        ),
-    )
-    """Resume although files of the user's task or of model.network differ from the checkpoint's."""
+    allow_changed_task: bool = option(False, read_if=is_set("resume"))
+    """Resume although files of the user's task, of model.network or of graders differ from the
+    checkpoint's."""
     initial_policy: Text | None = option(None, read_if=equals("resume", None, "auto"))
     """Run or checkpoint whose policy a new run starts from: weights and normalisers only (in
     reasoning those of the critic, too); counters, optimiser and simulators start anew. The network

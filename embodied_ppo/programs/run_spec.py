@@ -25,6 +25,7 @@ from embodied_ppo.options.placement import Plan
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import own_network
 from embodied_ppo.rollout import environments
+from embodied_ppo.rollout.rewards import graders
 from embodied_ppo.training import checkpoint, run_directory
 from embodied_ppo.training.run_files import Parent
 from embodied_ppo.training.run_system import Records
@@ -158,10 +159,11 @@ def decide(
 
     # config.yaml has absolute paths, and not how this execution was started.
     config = run_directory.absolute(config)
+    hashes = _grader_hashes(config, source or files_from)
     config = replace(config, run_dir=str(run_dir), resume=None, allow_changed_task=False)
     text = yaml.safe_dump(loader.relevant(config), sort_keys=False)
     # Every checkpoint records what its results depend on besides the options.
-    info: dict[str, Any] = {"versions": run_directory.versions()}
+    info: dict[str, Any] = {"versions": run_directory.versions(), "grader_hashes": hashes}
     info["config_hash"] = run_directory.config_hash(config)
     info["arithmetic"] = run_directory.arithmetic(config, device)
     if config.mode != "reasoning":
@@ -308,3 +310,14 @@ def _network(
         return own_network.read(spec)
     stored, run_dir = source.manifest.get("network_hash"), source.path.parent.parent
     return own_network.select(spec, stored, run_dir, allow=allow, resumes=True, say=say)
+
+
+def _grader_hashes(config: Config, source: checkpoint.Checkpoint | None) -> dict[str, str]:
+    """Return grader -> hash of the user's file, as in the checkpoint. Raises ConfigError."""
+    hashes = graders.file_hashes(term.grader for _, term in config.reward.all_terms)
+    stored = {} if source is None else source.manifest.get("grader_hashes", {})
+    for spec, found in hashes.items():
+        if found != stored.get(spec, found) and not config.allow_changed_task:
+            hint = "restore it, or write allow_changed_task=true"
+            raise ConfigError(f"resume: {hint}: {spec} changed since the checkpoint")
+    return hashes

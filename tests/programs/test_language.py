@@ -513,13 +513,16 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
 @pytest.mark.parametrize("name", ["sync", "asynchronous"])
 def test_user_defined_grader(name: str, capsys) -> None:
     Path("graders.py").write_text(GRADERS)
-    summary = train(capsys, f"reward.grader={Path('graders.py').resolve()}:{name}", "updates=1")
+    summary = train(capsys, f"reward.grader=graders.py:{name}", "updates=1")
     last = rows(Path("run"))[-1]
     assert last["rollout/grader_failures"] == 0
     assert last["rollout/return"] >= last["rollout/length"] - 1
     assert summary["final_return"] == last["eval/return"] > 1
     assert ("rollout/success" in last) == (name == "asynchronous")
     assert (last["eval/accuracy"] == 1) >= (name == "asynchronous")
+    Path("graders.py").write_text(f"{GRADERS}#")
+    assert "changed since the checkpoint" in refusal(capsys, "train", "resume=run", "updates=2")
+    train(capsys, "resume=run", "updates=2", "allow_changed_task=true")
 
 
 @pytest.mark.slow

@@ -167,7 +167,8 @@ class Flow(VLAPolicy):
             x = torch.where((step == k).view(-1, 1, 1), y, ahead) if one else y
         if one:
             chains = (before, after, log_probs)
-            before, after, log_probs = ([_select_step(parts, step)] for parts in chains)
+            rows = torch.arange(len(step), device=step.device)
+            before, after, log_probs = ([torch.stack(parts)[step, rows]] for parts in chains)
         latents = torch.stack([*before, after[-1]], dim=1)
         action = self.denormalize_actions(self._executed(x), context).flatten(1)
         log_prob, replay = self._log_prob(latents, log_probs), {"latents": latents, "step": step}
@@ -247,8 +248,3 @@ def time_encoding(tau: Tensor, width: int) -> Tensor:
     period = low * (high / low) ** torch.linspace(0, 1, width // 2, device=tau.device)
     angle = tau.unsqueeze(1) * (2 * math.pi / period)
     return torch.cat((angle.sin(), angle.cos()), dim=1)
-
-
-def _select_step(parts: list[Tensor], step: Tensor) -> Tensor:
-    """Select row b of the tensor ``parts[step[b]]``, for K tensors [B, ..]."""
-    return torch.stack(parts)[step, torch.arange(len(step), device=step.device)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import hashlib
 import importlib.util
 import inspect
 import logging
@@ -17,7 +18,7 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -311,6 +312,12 @@ def check_exists(spec: str, option: str = "reward.grader") -> None:
     """
     if spec not in GRADERS:
         _locate(spec, f"{option} = {spec}")
+
+
+def file_hashes(specs: Iterable[str | None]) -> dict[str, str]:
+    """Return the SHA-256 of each file of the user that ``specs`` name. Raises ConfigError."""
+    files = {spec: Path(_locate(spec, spec)[0]) for spec in specs if spec and ".py" in spec}
+    return {spec: hashlib.sha256(path.read_bytes()).hexdigest() for spec, path in files.items()}
 
 
 def _locate(spec: str, label: str) -> tuple[str, str]:
