@@ -116,8 +116,9 @@ def compare(nominal: EvaluationResult, perturbed: Mapping[str, EvaluationResult]
     binary = nominal.successes is not None
 
     def scores(result: EvaluationResult) -> comparison.Scores:
-        """Return success or return of each episode, [1, E]."""
-        return np.array([result.successes if binary else result.returns], dtype=np.float64)
+        """Return success or return of each episode, [1, E]; some infos have successes only."""
+        successes = [bool(e.success) for e in result.episodes]
+        return np.array([successes if binary else result.returns], dtype=np.float64)
 
     rows = []
     for name, result in perturbed.items():

@@ -369,6 +369,8 @@ def card(
 
 def _performance(result: EvaluationResult, metric: str) -> dict[str, Any]:
     """Return mean and 95 % interval (null for one return)."""
+    if metric == "success" and result.successes is None:  # some infos have it in successes only
+        result = replace(result, episodes=(*(replace(e, success=False) for e in result.episodes),))
     values = result.returns if metric == "return" else map(float, result.successes or ())
     return {"mean": fmean(values), "ci95": result.intervals().get(f"eval/{metric}")}
 

@@ -40,6 +40,8 @@ def test_difference_of_pairs_by_hand() -> None:
     assert [row[0] for row in paired.rows(content)] == ["perturbation", "light", "camera"]
     numbers = replace(nominal, episodes=tuple(replace(e, success=None) for e in nominal.episodes))
     assert paired.compare(numbers, {"light": numbers})["metric"] == "return"
+    (light,) = paired.compare(nominal, {"light": numbers})["rows"]  # an info with successes only
+    assert (light["mean"], light["difference"]) == (0, -0.75)
 
 
 @pytest.mark.slow

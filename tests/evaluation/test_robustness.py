@@ -104,6 +104,9 @@ def test_success_rate_has_a_floor_of_0() -> None:
     points = content["factors"][0]["points"]
     assert [p["retained"] for p in points] == [1, 0.25]
     assert content["factors"][0]["below_half"] == [1]
+    # Some infos have the entry in successes only, and none here.
+    none = robustness.card([f], nominal, lambda changes: result(*[0] * 8), untrained=None)
+    assert none["factors"][0]["points"][1]["mean"] == 0
 
 
 def test_value_that_cannot_be_simulated_has_a_reason() -> None:
