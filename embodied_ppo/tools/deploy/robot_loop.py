@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-START_S = 5.0  # longest time until the first measurement
+START_S, LOG_S = 5.0, 60.0  # longest times until the first measurement, and to write the log
 # Time in which the robot moves to its home posture, and largest tilt of the IMU.
 RAMP_S, MAX_TILT_DEG = 3.0, 60.0
 # Late control steps in a row that end the loop; fewer, as on a busy computer, are logged.
@@ -196,8 +196,8 @@ class RobotLoop:
         for number in (signal.SIGINT, signal.SIGTERM) if main else ():
             signals[number] = signal.signal(number, self._on_signal)
         self._beat = time.monotonic()
-        if self.robot.realtime:
-            threading.Thread(target=self._watch, daemon=True).start()
+        watch = self._watch if self.robot.realtime else None
+        (watchdog := threading.Thread(target=watch, daemon=True)).start()
         try:
             reason = self._run()
         except BaseException as error:  # also SystemExit of a driver
@@ -209,6 +209,7 @@ class RobotLoop:
         if self.reason:  # the watchdog has stopped the robot, perhaps during a write
             self._stop()
         self._finish(reason)
+        watchdog.join(LOG_S)  # it may still write the log
         return self.reason
 
     def _finish(self, reason):

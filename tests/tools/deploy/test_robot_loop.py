@@ -415,10 +415,13 @@ def test_one_late_step_is_logged_and_three_in_a_row_stop(
 
 @pytest.mark.parametrize("function", ["read", "write"])
 def test_a_robot_that_does_not_return_is_stopped_by_the_watchdog(
-    function: str, policy: Policy, tmp_path
+    function: str, policy: Policy, tmp_path, monkeypatch
 ) -> None:
     _, simulation, _ = load(policy)
-    released, stopped = threading.Event(), threading.Event()
+    released, stopped, savez = threading.Event(), threading.Event(), np.savez_compressed
+    # A long log takes time, in which the robot's function returns.
+    slow = lambda *args, **arrays: time.sleep(0.5) or savez(*args, **arrays)
+    monkeypatch.setattr(np, "savez_compressed", slow)
 
     class Hanging(simulation.MujocoRobot):
         realtime = True
