@@ -239,7 +239,7 @@ def simulate(policy, observe, scene, *, command=None, seconds=None, log=None):
     model = load_scene(scene)
     rows, names = section["tracking"], section["tracks"] or ["distance from home"]
     if command is not None:  # the trainer has not measured it
-        unknown, length = [np.nan] * len(names), seconds or 10.0
+        unknown, length = [np.nan] * len(names), 10.0 if seconds is None else seconds
         rows = [{"command": command, "errors": [unknown], "seconds": [length]}]
     if log and len(rows) > 1:
         raise RobotError(f"add --command to --log: {len(rows)} commands would overwrite the file")
@@ -249,7 +249,8 @@ def simulate(policy, observe, scene, *, command=None, seconds=None, log=None):
         delay_s = row.get("action_delay_s", section["action_delay_s"])  # of the trainer's episode
         policy.info = {**info, "robot": {**section, "action_delay_s": delay_s}}
         robot = MujocoRobot(policy.info, model)
-        trained_s, duration = min(row["seconds"]), seconds or max(row["seconds"])
+        trained_s = min(row["seconds"])
+        duration = max(row["seconds"]) if seconds is None else seconds
         options = {"ramp_s": 0.0, "protect": False, "seconds": duration, "log": log}
         loop = RobotLoop(policy, robot, observe, command=row["command"], **options)
         reason = loop.run()

@@ -131,6 +131,8 @@ class RobotLoop:
         info, section = policy.info, robot_section(policy.info)
         self.section, self.step_s = section, info["control"]["step_s"]
         delay_steps = (np.array(section["action_delay_s"]) / self.step_s + 1e-6).astype(int)
+        if not (0 <= ramp_s < np.inf and (seconds is None or 0 < seconds < np.inf)):
+            raise RobotError(f"write --ramp from 0, --seconds above 0: {ramp_s}, {seconds}")
         self.max_steps = None if seconds is None else round(seconds / self.step_s)
         self.ramp_s = ramp_s
         least = (section["obs_delay"] + delay_steps.max() + 3) * self.step_s

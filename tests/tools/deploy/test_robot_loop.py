@@ -485,6 +485,8 @@ def test_stub_and_wrong_options_are_refused(policy: Policy, tmp_path, capsys) ->
     for options, message in (
         ([robot, "--watchdog", "0.01"], "--watchdog 0.01: write at least 0.1 s"),
         ([robot, "--command", *["0"] * 5], "--command: write"),
+        ([robot, "--ramp", "-3"], "write --ramp from 0"),
+        ([robot, "--seconds", "inf"], "--seconds above 0: 3.0, inf"),
         ([str(tmp_path / "none.py")], "does not exist"),
         ([robot, "--log", str(tmp_path / "none" / "log.npz")], "No such file"),
     ):
