@@ -242,6 +242,7 @@ OBS, ACTION = "observation/obs", "action"
             lambda x: x + np.where(np.arange(17) == 9, 0.5, 0),
             ["rootz velocity .*offset of 0.5"],
         ),
+        (OBS, lambda x: np.where(np.arange(17) == 3, np.nan, x), ["bshin position is not finite$"]),
         (OBS, lambda x: np.concatenate([x[:1], x[:-1]]), ["is delayed by 1 step"] * 17),
         (ACTION, lambda x: x[:, [3, 1, 2, 0, 4, 5]], ["bthigh .*swapped with fthigh", "fthigh"]),
         (ACTION, lambda x: x[:, [0, 1, 1, 3, 4, 5]], ["action: bfoot .*: is bshin$"]),
