@@ -281,6 +281,8 @@ def test_images_and_damaged_files(policy: Policy, tmp_path: Path) -> None:
         policy.compare(str(file))
     (line,) = policy.compare({"time_s": np.zeros(9)})
     assert line.startswith("control rate")
+    with pytest.raises(BundleError, match="'phase'"):
+        policy.compare({**recorded(policy), "phase": np.zeros(9)})
     out = shutil.copytree(policy.folder, tmp_path / "out")
     (out / "policy.onnx").write_bytes((out / "policy.onnx").read_bytes()[:500])
     assert run_policy.main(["--folder", str(out), "--check"]) == 2
