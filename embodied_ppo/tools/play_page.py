@@ -309,6 +309,8 @@ class Page:
 
     def _save_video(self) -> None:
         """Start to render the last seconds before the shown step in a process of its own."""
+        if self._export is not None:  # two clicks, or clicks in two browsers
+            return
         player = self.player
         frames = list(player.frames)[: player.shown + 1]
         frames = frames[-max(1, round(self._seconds.value / player.step_s)) :]

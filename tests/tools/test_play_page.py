@@ -200,6 +200,16 @@ def test_new_checkpoints_are_loaded(run: Path, tmp_path) -> None:
         player.advance()
 
 
+def test_two_clicks_write_one_video(run: Path, tmp_path) -> None:
+    with play_run(EvaluateConfig(checkpoint=str(run))) as (player, weights):
+        page = Page(player, title="Go1", video_dir=tmp_path, weights=weights)
+        page._save_video()
+        export = page._export
+        page._save_video()
+        assert page._export is export and len([*tmp_path.iterdir()]) == 1
+        page.close()
+
+
 def _sleep(seconds: float) -> None:
     time.sleep(seconds)
 
