@@ -160,7 +160,8 @@ class RenderProcess:
         if code == 0:
             return ""
         # The last line of the traceback, or of what the renderer wrote before it aborted.
-        lines = self._errors.read_text(errors="replace").strip().splitlines()
+        text = self._errors.read_text(errors="replace") if self._errors.exists() else ""
+        lines = text.strip().splitlines()
         message = lines[-1].strip() if lines else "the renderer ended without a message"
         return f"{message} (exit status {code})"
 

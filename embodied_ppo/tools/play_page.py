@@ -117,7 +117,7 @@ class Page:
                 for job, interval_s in jobs.items():
                     if now - last[job] >= interval_s:
                         last[job] = now
-                        job()
+                        self._attempt(job)
                 time.sleep(max(0.001, min(0.01, self.player.step_s / self.player.speed / 2)))
         finally:
             self.close()

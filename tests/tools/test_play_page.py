@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import imageio.v3 as imageio
 import numpy as np
@@ -200,14 +201,19 @@ def test_new_checkpoints_are_loaded(run: Path, tmp_path) -> None:
         player.advance()
 
 
-def test_two_clicks_write_one_video(run: Path, tmp_path) -> None:
+def test_two_clicks_write_one_video(run: Path, tmp_path, monkeypatch) -> None:
     with play_run(EvaluateConfig(checkpoint=str(run))) as (player, weights):
         page = Page(player, title="Go1", video_dir=tmp_path, weights=weights)
         page._save_video()
         export = page._export
         page._save_video()
         assert page._export is export and len([*tmp_path.iterdir()]) == 1
-        page.close()
+        # A run that is deleted meanwhile does not end the page.
+        look = Mock(side_effect=[OSError("deleted"), KeyboardInterrupt()])
+        monkeypatch.setattr(page, "_look_for_changes", look)
+        with pytest.raises(KeyboardInterrupt):
+            page.serve()
+        assert page._message == "paused: deleted"
 
 
 def _sleep(seconds: float) -> None:
@@ -219,6 +225,8 @@ def test_render_process_is_stopped(tmp_path) -> None:
     assert process.wait(0.1) is None
     process.stop()
     assert process.wait(10)
+    (tmp_path / "stderr").unlink()  # with its run
+    assert "without a message" in str(process.wait(10))
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
