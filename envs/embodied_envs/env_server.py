@@ -286,12 +286,12 @@ def main(arguments: Any = None) -> None:
                         raise ValueError(f"version {request.get('version')}; send {VERSION}")
                     if request.get("type") == "make":
                         env = make_vector(args.target, request["num_envs"], request["kwargs"])
-                        reply = describe(env)
+                        reply = pack(describe(env))
                     else:
-                        reply = answer(env, request)
-                except Exception as error:  # of the simulator
-                    reply = {"error": " ".join(f"{type(error).__name__}: {error}".split())}
-                connection.send(pack(reply))
+                        reply = pack(answer(env, request))
+                except Exception as error:  # of the simulator, or of what it returns
+                    reply = pack({"error": " ".join(f"{type(error).__name__}: {error}".split())})
+                connection.send(reply)
         finally:
             if env is not None:
                 env.close()

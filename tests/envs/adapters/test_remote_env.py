@@ -32,6 +32,7 @@ class Hanging(gymnasium.Env):
     action_space = gymnasium.spaces.Box(-1, 1, (1,))
     def __init__(self, hangs=True): self.hangs = hangs
     def reset(self, *, seed=None, options=None): return np.zeros(2, np.float32), {}
+    def render(self): return None
     def step(self, action):
         if self.hangs: time.sleep(600)
         raise RuntimeError("a motor is missing")
@@ -112,6 +113,8 @@ def test_images_sentences_and_last_observations_cross(address: str) -> None:
 def test_a_failing_or_hanging_simulator_is_one_line(address: str) -> None:
     env = make("Hanging", "remote", kwargs={"address": address, "hangs": False})
     env.reset()
+    with pytest.raises(EnvError, match="render fails: TypeError: ndarray cannot be sent"):
+        env.simulator._env.unwrapped.render()  # pyright: ignore
     with pytest.raises(EnvError, match="a motor is missing"):
         env.step(torch.zeros(3, 1))
     env = make("Hanging", "remote", kwargs={"address": address})
