@@ -299,8 +299,7 @@ def interface(host: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # the interface has no address
-                request = struct.pack("256s", name.encode())
-                reply = fcntl.ioctl(probe, SIOCGIFADDR, request)
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(reply[20:24]) == host:
                     return name
     return None

@@ -92,8 +92,7 @@ def model_bytes(model: nn.Module, counted: set[int] | None = None) -> dict[str, 
     counted = set() if counted is None else counted
     tensors = [x for x in (*model.parameters(), *model.buffers()) if id(x) not in counted]
     counted.update(map(id, tensors))
-    weights = nbytes(tensors)
-    return {"weights": weights, "gradients": gradients, "optimiser": 2 * gradients}
+    return {"weights": nbytes(tensors), "gradients": gradients, "optimiser": 2 * gradients}
 
 
 def sharded_bytes(model: Any, ranks: int, *, acts: bool = False) -> dict[str, int]:
@@ -373,14 +372,13 @@ def estimate_update(
             loss, _ = learner.optimizer.loss(batch)
             loss.backward()
             del loss
-    activations = counter.peak * size // n
     gradients = nbytes(list(with_gradient))
     experience_bytes = nbytes(t) * (1 + surplus) + rows * encoded + share * copied
     return model_bytes(policy) | {
         "gradients": gradients,
         "optimiser": 2 * gradients,
         "experience": round(experience_bytes),
-        "activations": activations,
+        "activations": counter.peak * size // n,
     }
 
 

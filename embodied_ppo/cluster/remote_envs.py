@@ -212,8 +212,7 @@ class RemoteEnv(VectorEnv):
 
         Raises ValueError where the state is of another number of processes.
         """
-        states = state.get("parts", [state])
-        pairs = zip(self.services, states, strict=True)
+        pairs = zip(self.services, state.get("parts", [state]), strict=True)
         parts = [{"value": serialize_state(part)} for _, part in pairs]
         return self._joined_obs(self._request("load_state", parts))
 

@@ -200,8 +200,7 @@ class RemoteCritic(_RemoteModel):
 
     def begin(self, batch: ValueBatch, update: int) -> None:
         """Start training in the other process."""
-        names = ("inputs", "mask", "value", "returns")
-        tensors = {name: getattr(batch, name) for name in names}
+        tensors = {name: getattr(batch, name) for name in ("inputs", "mask", "value", "returns")}
         self.client.send("learn", self.target, tensors, update=update)
 
     def end(self) -> OptimizationStats:

@@ -123,8 +123,7 @@ def check_batches(config: Config, plan: Plan) -> None:
     # Actor and critic may have minibatches of different sizes, both in prompts.
     prompts = {"algorithm.global_batch_size": a.global_batch_size}
     if plan.has("critic"):
-        critic_options = critic_config(a, config.critic)
-        prompts["critic.global_batch_size"] = critic_options.global_batch_size
+        prompts["critic.global_batch_size"] = critic_config(a, config.critic).global_batch_size
     placement.check_sequences(
         plan, prompts=a.rollout_batch_size, group_size=a.group_size, batches=prompts
     )

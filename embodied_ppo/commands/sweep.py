@@ -318,10 +318,9 @@ def _compare(sweep: Sweep, args: argparse.Namespace) -> None:
     """Compare the methods on the same initial states, if ``compare`` can compare them."""
     from embodied_ppo.tools.policy_comparison import compare_lines
 
-    out = str(sweep.folder / COMPARISON)
     try:
         with output.stdout_to_stderr():
-            lines = override_lines("evaluate", {"out": out})
+            lines = override_lines("evaluate", {"out": str(sweep.folder / COMPARISON)})
             content = compare_lines([str(sweep.folder)], "auto", lines, quiet=args.quiet)
     except (ConfigError, CheckpointError, EnvError) as error:
         if not args.quiet:

@@ -35,11 +35,10 @@ def run(args: argparse.Namespace) -> int | None:
     loaded = arguments.resolve(args)
     from embodied_ppo import api
 
-    explicit = loaded.deliberate(GIVEN)
     with output.stdout_to_stderr():
         api.check_files(loaded.config)
         from embodied_ppo.programs import runs
 
-        summary = runs.train(loaded.config, explicit=explicit, quiet=args.quiet)
+        summary = runs.train(loaded.config, explicit=loaded.deliberate(GIVEN), quiet=args.quiet)
     output.print_result(summary, args)
     return None

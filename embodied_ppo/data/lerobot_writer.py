@@ -361,13 +361,12 @@ def _tasks_table(tasks: Mapping[str, int]) -> Any:
     index = pyarrow.array(list(tasks.values()), pyarrow.int64())
     sentences = pyarrow.array(list(tasks), pyarrow.string())
     table = pyarrow.table({"task_index": index, "task": sentences})
-    columns = [
+    metadata = {"index_columns": ["task"], "column_indexes": [], "pandas_version": "2.2.0"}
+    metadata["columns"] = [
         {"name": name, "field_name": name, "pandas_type": pandas, "numpy_type": numpy}
         | {"metadata": None}
         for name, pandas, numpy in (("task_index", "int64", "int64"), ("task", "unicode", "object"))
     ]
-    metadata = {"index_columns": ["task"], "column_indexes": [], "pandas_version": "2.2.0"}
-    metadata["columns"] = columns
     return table.replace_schema_metadata({"pandas": json.dumps(metadata)})
 
 

@@ -53,9 +53,8 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     run = open_evaluated(config.checkpoint, say=progress.say)
     validation.check_evaluation(config, run.config.mode, explicit)
     device = select_device(config.device, config.threads, notice=progress.say)
-    out = report_dir(config, run.source, run.run_dir)
     measure = _evaluate_language if run.config.mode == "reasoning" else _evaluate_robot
-    results = measure(run, config, device, out, progress)
+    results = measure(run, config, device, report_dir(config, run.source, run.run_dir), progress)
     return {"checkpoint": str(run.source.path), "episodes": config.episodes, **results}
 
 

@@ -151,8 +151,7 @@ class _CloningRun:
         last = _frames_at(episodes[self.position], (1.0,))[:, 0]
         if demos.disk is None:
             self.last_cells = self._cells({n: x[last.unique()] for n, x in demos.images.items()})
-            generator = torch.Generator().manual_seed(seed)
-            sample = torch.randperm(len(last), generator=generator)[:2048]
+            sample = torch.randperm(len(last), generator=torch.Generator().manual_seed(seed))[:2048]
         else:  # those of an episode are stored when it is decoded
             shapes = {n: x.new_empty(1, *x.shape[1:]) for n, x in demos.images.items()}
             shape = self._cells(shapes).shape[1:]

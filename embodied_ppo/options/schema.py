@@ -1020,8 +1020,7 @@ class RewardConfig:
         grader = RewardTermConfig(self.grader, retries=0)
         if self.model.path is None:
             return (("", grader),)
-        model = RewardTermConfig(model=self.model.path)
-        return ("", replace(grader, weight=0.0)), ("", model)
+        return ("", replace(grader, weight=0.0)), ("", RewardTermConfig(model=self.model.path))
 
 
 @dataclass(frozen=True)

@@ -300,10 +300,9 @@ def _initialize_actor(spec: RunSpec, inputs: Inputs, messages: Messages) -> None
         synthetic_tasks.encode(texts, inputs.tokenizer) for texts in zip(*pairs, strict=True)
     )
     # Each response ends with EOS, so that the model learns to stop.
-    examples = [(p, (*r, synthetic_tasks.EOS)) for p, r in zip(prompts, responses, strict=True)]
     warm_start(
         policy,
-        examples,
+        [(p, (*r, synthetic_tasks.EOS)) for p, r in zip(prompts, responses, strict=True)],
         steps=w.steps,
         batch_size=WARM_START_BATCH,
         lr=WARM_START_LR,

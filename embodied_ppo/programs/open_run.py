@@ -151,8 +151,7 @@ class OpenRun:
         folder = self.spec.run_dir / "reports" / f"step_{update:06d}"
         written = self.built.write_report(self.system.result, source, folder)
         if written.get("video"):
-            video = str(written["video"])
-            self.log.trackers.video("evaluation", video, steps=self.system.steps)
+            self.log.trackers.video("evaluation", str(written["video"]), steps=self.system.steps)
         return written
 
     def write_summary(

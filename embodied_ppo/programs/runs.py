@@ -169,8 +169,7 @@ def clone(config: Config, *, explicit: Any = (), quiet: bool = False) -> dict[st
                     log.metrics(system.evaluate(0), update=0, steps=0)
         written = run.write_report(0)
         wall_s = round(time.perf_counter() - start_s, 3)
-        measurements = {"updates": 0, "wall_s": wall_s, **run.results("final")}
-        return run.write_summary(measurements, written)
+        return run.write_summary({"updates": 0, "wall_s": wall_s, **run.results("final")}, written)
 
 
 def _without_critic(spec: RunSpec) -> RunSpec:

@@ -191,13 +191,12 @@ def evaluation_env(config: Config) -> EnvConfig:
         keys = config.model.actor_obs
         cameras = tuple(c for c in cameras if any(names_observation(k, c) for k in keys))
     # Options of the evaluation replace those of the training; randomize can only be switched off.
-    kwargs = {**config.env.kwargs, **config.evaluation.env_kwargs}
     randomize = config.env.randomize and config.evaluation.randomize
     return replace(
         config.env,
         obs_keys=keys,
         cameras=cameras,
-        kwargs=kwargs,
+        kwargs={**config.env.kwargs, **config.evaluation.env_kwargs},
         randomize=randomize,
         ranges=config.env.ranges if randomize else {},
         realism=_realism(config),

@@ -102,10 +102,9 @@ class EpisodeStatistics:
             np.maximum(row[2], running[2], out=row[2])
             np.copyto(running, row)
             running[:, np.flatnonzero(ends)] = 0.0
-        flags = at_end[counted].tolist()
         # Every counted end of an episode: (return, length, success, success at the end).
         ends = totals.transpose(0, 2, 1)[counted].tolist()
-        new = [(*e, float(flag)) for e, flag in zip(ends, flags, strict=True)]
+        new = [(*e, float(flag)) for e, flag in zip(ends, at_end[counted].tolist(), strict=True)]
         self.finished.extend(new)
         if self.env.id.startswith("["):  # several tasks
             tasks = torch.stack([step.task for step in steps if step.task is not None])

@@ -86,9 +86,8 @@ class _Worlds:
 
     def set(self, state: Mapping[str, Array]) -> None:
         """Set qpos, qvel, ctrl and act, [K, ..] each, and compute all derived fields."""
-        everywhere = torch.ones(STATES, dtype=torch.bool)
         values = {name: torch.tensor(x) for name, x in state.items()}
-        self.physics.reset(everywhere, values, torch.empty(STATES, 0))
+        self.physics.reset(torch.ones(STATES, dtype=torch.bool), values, torch.empty(STATES, 0))
 
     def state(self) -> dict[str, Array]:
         """Return qpos, qvel, ctrl and act."""
@@ -194,8 +193,7 @@ class MirrorSearch:
         """Set both worlds to postures near the start of an episode, and return them."""
         model, base, task = self.model, self.state.robot.base_dof, self.original.task
         start = task.reset(self._uniform(STATES, task.reset_noise))
-        physical = {k: x.numpy().copy() for k, x in start.items() if k in INITIAL_FIELDS}
-        self.original.set(physical)
+        self.original.set({k: x.numpy().copy() for k, x in start.items() if k in INITIAL_FIELDS})
         states = self.original.state()
         # Some feet touch the ground, others do not: the base is near its height at home. Offsets
         # are in rad (joints and base) and m.

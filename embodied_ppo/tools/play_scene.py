@@ -76,9 +76,8 @@ class Scene:
         if not others:
             return
         data = self._player.data
-        groups = conversions.group_geoms_by_visual_compat(model, others)
         is_fixed = conversions.is_fixed_body(model, body)
-        for number, group in enumerate(groups):
+        for number, group in enumerate(conversions.group_geoms_by_visual_compat(model, others)):
             mesh: Any = conversions.merge_geoms(model, group)
             if model.geom_type[group[0]] == int(mujoco.mjtGeom.mjGEOM_HFIELD):
                 height = mesh.vertices[:, 2:]  # shades of grey show the terrain

@@ -65,8 +65,7 @@ def fork_lines(
     folder = reexecution.options_folder(source_run, update + 1)
     command = "train" if run_config.teacher is None else "distill"
     args = argparse.Namespace(command=command, config_name=None, config_dir=None)
-    given = [*override_lines(command, {"resume": str(folder)}), *lines]
-    loaded = prepare(args, given, label=label)
+    loaded = prepare(args, [*override_lines(command, {"resume": str(folder)}), *lines], label=label)
     config, explicit = loaded.config, {*loaded.deliberate(GIVEN)} - {"resume"}
     check_fixed_options(config, run_config)
     updates = total_updates(config)

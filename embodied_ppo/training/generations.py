@@ -92,8 +92,7 @@ def read(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
         with guarded_files.open_regular(path, follow_links=False) as file:
             while line := file.readline(LARGEST_LINE):
                 try:
-                    value = guarded_files.parse_json(line)
                     fields = {"prompt_index": int, "prompt": str, "response": str, "tokens": list}
-                    yield guarded_files.check_fields(value, fields)
+                    yield guarded_files.check_fields(guarded_files.parse_json(line), fields)
                 except ValueError:
                     continue

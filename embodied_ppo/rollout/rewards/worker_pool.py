@@ -110,8 +110,7 @@ class _Worker:
         if message is None and time.monotonic() >= self.deadline:
             self.stop()
             load = f"took longer than {START_S:g} s to load"
-            late = graders.too_late(self.limits.timeout_s)
-            raise _WorkerError(late if self.is_loaded else load)
+            raise _WorkerError(graders.too_late(self.limits.timeout_s) if self.is_loaded else load)
         if message is None or self.is_loaded:
             return message or []
         # The first message of a process describes the grader, or is an error.

@@ -66,8 +66,7 @@ class MujocoRobot(Robot):
             if frame is None:
                 continue
             if frame["body"] not in names:
-                known = ", ".join(names)
-                raise RobotError(f"scene: has no body {frame['body']}; it has {known}")
+                raise RobotError(f"scene: has no body {frame['body']}; it has {', '.join(names)}")
             rotation, index = np.zeros(9), names.index(frame["body"])
             mujoco.mju_quat2Mat(rotation, np.array(frame["quat"]))
             self.frames.append((prefix, index, frame, rotation.reshape(3, 3)))

@@ -107,9 +107,8 @@ def _write_vla(run: TrainedRun, out: Path, *, adapter: bool) -> dict[str, Any]:
                     raise ConfigError(
                         f"write lora=merged: an adapter cannot hold {' and '.join(policy.heads)}"
                     )
-                trained = policy.published_parameters()
                 rank, alpha = config.model.lora_rank, config.model.lora_alpha
-                peft_files.save(trained, source, out, rank=rank, alpha=alpha)
+                peft_files.save(policy.published_parameters(), source, out, rank=rank, alpha=alpha)
             else:
                 policy.export(config.model.checkpoint, out)
         if adapter:

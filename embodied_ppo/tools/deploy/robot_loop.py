@@ -447,9 +447,8 @@ def run(policy, args):
         Path(args.log).touch()  # a wrong path is refused before the robot moves
     common = {"command": args.command, "seconds": args.seconds, "log": args.log}
     if args.mujoco is not None:
-        simulation = load(policy.folder / "mujoco_robot.py")
         scene = args.mujoco or policy.folder / "scene" / "scene.xml"
-        return simulation.simulate(policy, observe, scene, **common)
+        return load(policy.folder / "mujoco_robot.py").simulate(policy, observe, scene, **common)
     module = load(Path(args.loop))
     classes = [x for x in vars(module).values() if isinstance(x, type) and issubclass(x, Robot)]
     own = [x for x in classes if x.__module__ == module.__name__]

@@ -331,8 +331,7 @@ def find(observation, name):
         return observation[name]
     first, _, last = name.partition("/")
     try:
-        is_tuple = isinstance(observation, (tuple, list))
-        value = observation[int(first[4:]) if is_tuple else first]
+        value = observation[int(first[4:]) if isinstance(observation, (tuple, list)) else first]
     except (IndexError, KeyError, TypeError, ValueError):
         return None
     return find(value, last) if last else value
