@@ -301,8 +301,7 @@ def main(arguments: Any = None) -> None:
             server = stack.enter_context(listen(handler, args.host, args.port))
         except (OSError, OverflowError) as error:  # in use, unknown, or no port
             parser.error(f"choose another --host or --port than {args.host}:{args.port}: {error}")
-        port = server.socket.getsockname()[1]
-        print(f"{name} at {args.host}:{port}; Ctrl-C ends it", flush=True)
+        print(f"{name} at {args.host}:{server.socket.getsockname()[1]}; Ctrl-C ends it", flush=True)
         serve_until_interrupt(server)
 
 

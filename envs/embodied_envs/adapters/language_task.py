@@ -296,9 +296,8 @@ class CalvinTask(LanguageTask):
 
     def _begin(self, seed: int) -> None:
         if self.sim is None:
-            folder = Path(self.options["dataset"], "validation")
             table = importlib.import_module("calvin_env.envs.play_table_env")
-            self.sim = table.get_env(folder, show_gui=False)
+            self.sim = table.get_env(Path(self.options["dataset"], "validation"), show_gui=False)
             file = Path(self.options["conf"], "callbacks/rollout/tasks/new_playtable_tasks.yaml")
             tasks = importlib.import_module("omegaconf").OmegaConf.load(file)
             self.oracle = importlib.import_module("hydra").utils.instantiate(tasks)

@@ -95,5 +95,4 @@ class TargetTask(RobotTask):
     def reset(self, u: Tensor) -> dict[str, Tensor]:
         """Return the start of ``RobotTask`` and a target."""
         command = self.least + u[:, -3:] * self.extent
-        start = super().reset(u[:, :-3])
-        return start | {"command": command, "steps": torch.zeros_like(u[:, 0])}
+        return super().reset(u[:, :-3]) | {"command": command, "steps": torch.zeros_like(u[:, 0])}
