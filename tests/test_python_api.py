@@ -42,8 +42,7 @@ def run(tmp_path_factory) -> ep.Run:
 def test_import_does_not_load_torch() -> None:
     code = "import sys, embodied_ppo as ep; ep.train, ep.load, ep.config; ep.ConfigError"
     code += "; print(ep.__version__, 'torch' in sys.modules, 'hydra' in sys.modules)"
-    output = run_process(sys.executable, "-c", code)
-    assert output.split() == [ep.__version__, "False", "False"]
+    assert run_process(sys.executable, "-c", code).split() == [ep.__version__, "False", "False"]
 
 
 def test_names_are_those_of_the_modules() -> None:
@@ -98,8 +97,7 @@ def test_a_config_is_trained_as_its_options_are(run: ep.Run, tmp_path) -> None:
     config = ep.config(**{**OPTIONS, "run_dir": str(tmp_path / "run")})
     with pytest.raises(ep.ConfigError, match="seed: is not read beside a Config"):
         ep.train(config, seed=1)
-    again = ep.train(config, progress=False)
-    assert again.final_return == run.final_return
+    assert ep.train(config, progress=False).final_return == run.final_return
 
 
 @pytest.mark.slow
@@ -181,8 +179,7 @@ def test_wrong_observations_are_refused(run: ep.Run) -> None:
 
 def test_a_language_model_is_refused(run: ep.Run) -> None:
     source = checkpoint.open_checkpoint(run.checkpoint)
-    config = ep.config(mode="reasoning")
-    trained = TrainedRun(config, source, run.run_dir, print)
+    trained = TrainedRun(ep.config(mode="reasoning"), source, run.run_dir, print)
     with pytest.raises(ep.ConfigError, match="is a language model; write embodied-ppo export"):
         trained_policy.policy_of(trained, torch.device("cpu"))
     with pytest.raises(ep.CheckpointError, match="does not exist"):

@@ -115,9 +115,8 @@ def test_folder_of_a_job_is_named_after_the_options_that_differ(
 
 def test_jobs_without_an_experiment() -> None:
     """Hydra itself refuses experiment=null."""
-    options = ["experiment=null", "env.id=CartPole-v1", "algorithm.lr=1e-2,1e-3"]
     args = argparse.Namespace(config_dir=None, config_name=None, command="train")
-    args.overrides = options
+    args.overrides = ["experiment=null", "env.id=CartPole-v1", "algorithm.lr=1e-2,1e-3"]
     _, jobs = sweeps.sweep_jobs(args)
     assert [job.loaded.config.env.id for job in jobs] == ["CartPole-v1"] * 2
 

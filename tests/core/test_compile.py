@@ -160,8 +160,7 @@ def test_runs_share_a_library_unless_an_option_of_the_minibatch_differs() -> Non
     for changes in options:
         objective = copy.copy(one.optimizer.loss)
         objective.config = replace(objective.config, **changes)
-        step = MinibatchStep(objective, [], [], batch)
-        fingerprints.append(compile.fingerprint(step, [x]))
+        fingerprints.append(compile.fingerprint(MinibatchStep(objective, [], [], batch), [x]))
     assert fingerprints[0] == fingerprints[1]
     assert len({*fingerprints}) == 1 + len(STEP_OPTIONS)
 

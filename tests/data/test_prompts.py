@@ -208,8 +208,7 @@ def load(file: Path, tokenizer: Any, **options: Any) -> tuple[list[Prompt], int]
 
 def test_plain_prompts(tokenizer: Any, tmp_path) -> None:
     rows = [{"prompt": p, "answer": "x", "level": 1} for p in ("1+1=", "10+10=", "2=")]
-    file = write(tmp_path / "sums.jsonl", rows)
-    prompts, dropped = load(file, tokenizer, prompt_length=5)
+    prompts, dropped = load(write(tmp_path / "sums.jsonl", rows), tokenizer, prompt_length=5)
     assert dropped == 1 and [(p.index, p.text) for p in prompts] == [(0, "1+1="), (2, "2=")]
     first = prompts[0]
     assert first.ids == (1, *(4 + ord(c) - 32 for c in "1+1="))  # with the tokenizer's [bos]

@@ -53,8 +53,7 @@ def test_every_task_is_registered_with_its_time_limit() -> None:
     for name in OWN:
         task_class = tasks.find(name)
         assert task_class is not None
-        limit = gym.spec(gymnasium_id(name)).max_episode_steps
-        assert limit == task_class.max_episode_steps, name
+        assert gym.spec(gymnasium_id(name)).max_episode_steps == task_class.max_episode_steps, name
 
 
 @pytest.mark.parametrize("name", ["HalfCheetah", "Humanoid", "PandaPickCube", "Go1Rough"])

@@ -49,9 +49,8 @@ def test_bounds_of_the_training_join_the_standard_values() -> None:
 
 def test_range_is_fixed_and_others_are_kept() -> None:
     trained = env(randomize=True, ranges={"mass": [0.8, 1.2], "friction": [0.5, 1.5]})
-    f = robustness.factor("mass", trained, trained, values=[0.5])
     expected = {"randomize": True, "ranges": {"mass": [0.5, 0.5], "friction": [0.5, 1.5]}}
-    assert f.settings[0.5] == expected
+    assert robustness.factor("mass", trained, trained, values=[0.5]).settings[0.5] == expected
     plain = robustness.factor("mass", env(), env(), values=[1, 2], neutral={"friction": (1, 1)})
     assert plain.settings[1] == {}
     assert plain.settings[2]["ranges"] == {"friction": (1, 1), "mass": [2, 2]}

@@ -154,8 +154,7 @@ def test_unknown_key(path: str, suggestion: str) -> None:
 )
 def test_missing_letter_suggests_the_option(path: str) -> None:
     section, dot, leaf = path.rpartition(".")
-    wrong = f"{section}{dot}{leaf[:1]}{leaf[2:]}"
-    line = refused(Config, {wrong: 1})
+    line = refused(Config, {f"{section}{dot}{leaf[:1]}{leaf[2:]}": 1})
     assert f"{path}?" in line or f"(= {path})" in line or f"belongs to {path}" in line, line
 
 
@@ -197,8 +196,7 @@ def test_removed_option_with_another_value_is_refused(path: str, value: Any) -> 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))
 def test_refused_option_has_a_reason(path: str) -> None:
-    line = refused(Config, {path: 8})
-    assert line == f"{path} = 8 (my.yaml) is refused: {REFUSED[path]}"
+    assert refused(Config, {path: 8}) == f"{path} = 8 (my.yaml) is refused: {REFUSED[path]}"
 
 
 def test_option_of_the_other_mode_is_refused() -> None:
@@ -260,8 +258,7 @@ def test_alias_of_options_md(alias: str) -> None:
 
 def test_aliases_name_existing_options() -> None:
     known = {k: x for k, x in loader.alias_paths(Config).items() if k != loader.DUAL_CLIP}
-    written = {f"{s}.{a}".lstrip(".") for s, table in ALIASES.items() for a in table}
-    assert written == set(known)
+    assert {f"{s}.{a}".lstrip(".") for s, table in ALIASES.items() for a in table} == set(known)
     assert all(t in loader.describe(Config) for ts in known.values() for t in ts)
     assert not set(known) & set(loader.describe(Config))
 

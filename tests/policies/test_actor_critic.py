@@ -109,8 +109,7 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     # Rows must differ for the comparison to be meaningful.
     assert out.log_prob.std() > 1e-3 and decision.value.std() > 1e-3
     assert (out.logits is not None) == (actions == "discrete")
-    loss = out.log_prob.mean() + out.entropy.mean() + out.value.mean()
-    loss.backward()
+    (out.log_prob.mean() + out.entropy.mean() + out.value.mean()).backward()
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in policy.parameters())
 
     # Rows are independent: any split and any order of the batch give equal results.

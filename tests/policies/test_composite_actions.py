@@ -121,8 +121,7 @@ def test_masked_choices_have_probability_zero() -> None:
     inputs = actor.encode(obs)
     evaluation = actor.evaluate(inputs, actor.act(inputs).action, {})
     assert (evaluation.log_prob[:, 0, :2] == 0).all() and (evaluation.entropy[:, 0, :2] == 0).all()
-    forbidden = torch.zeros(500, 3)
-    log_prob = actor.evaluate(inputs, forbidden, {}).log_prob[:, 0, 0]
+    log_prob = actor.evaluate(inputs, torch.zeros(500, 3), {}).log_prob[:, 0, 0]
     assert (log_prob.exp() == 0).all()
 
 

@@ -143,8 +143,7 @@ def test_layers_with_recomputation(kind: str, monkeypatch, traced: None) -> None
     def gradient(*, recompute: bool) -> Tensor:
         policy = language_model(kind, 0)
         policy.decoder.module.recompute = recompute
-        hidden = policy.hidden(ids, torch.tensor([[2, 3], [1, 3]]))
-        hidden.square().sum().backward()
+        policy.hidden(ids, torch.tensor([[2, 3], [1, 3]])).square().sum().backward()
         weight = policy.model.model.embed_tokens.weight.grad
         assert weight is not None
         return weight

@@ -100,10 +100,9 @@ def test_policy_acts_with_values_and_learns_normalised_ones() -> None:
 
 
 def test_advantages_are_standardised_within_each_task() -> None:
-    task = torch.tensor([[0, 1, 1], [0, 1, 1]])
     advantage = torch.tensor([[1.0, 100.0, 300.0], [3.0, 200.0, 7.0]])
     mask = torch.tensor([[True, True, True], [True, True, False]])
-    result = advantages.normalize_tasks(advantage, mask, task)
+    result = advantages.normalize_tasks(advantage, mask, torch.tensor([[0, 1, 1], [0, 1, 1]]))
     # 1 and 3 have the unbiased deviation √2; 100, 200 and 300 have 100.
     expected = [[-(0.5**0.5), -1.0, 1.0], [0.5**0.5, 0.0, 0.0]]
     torch.testing.assert_close(torch.where(mask, result, 0.0), torch.tensor(expected))

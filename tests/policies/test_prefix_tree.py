@@ -11,8 +11,7 @@ def test_tree_by_hand() -> None:
     # Rows 0 and 2 begin with 5, 6; row 1 begins with 5. The last token of row 1 is not requested,
     # and its last requested one differs from those of the other rows.
     ids = torch.tensor([[5, 6, 7], [5, 8, 7], [5, 6, 9]])
-    place = torch.tensor([[1, 2], [0, 1], [1, 2]])
-    tree = prefix_tree(ids, place)
+    tree = prefix_tree(ids, torch.tensor([[1, 2], [0, 1], [1, 2]]))
     # In lexicographic order: 5 6 7 | . . 9 | . 8 starts the nodes 5, 6, 7, 9, 8.
     assert ids.flatten()[tree.token_index].tolist() == [5, 6, 7, 9, 8]
     assert tree.token_index.tolist() == [0, 1, 2, 8, 4]

@@ -352,8 +352,7 @@ def test_reinforce_plus_plus_equals_reference(seed):
     rows = random_rows(10, 4, seed)
     done, mask = rows["terminated"] | rows["truncated"], rows["mask"].tolist()
     raw = reference_numerics.return_to_go(rows["reward"].tolist(), done.tolist(), mask, gamma=0.9)
-    advantage = estimate("reinforce_plus_plus", rows, gamma=0.9, gae_lambda=0.9)[0]
-    close(advantage, torch.tensor(raw))
+    close(estimate("reinforce_plus_plus", rows, gamma=0.9, gae_lambda=0.9)[0], torch.tensor(raw))
 
 
 # ----------------------------------------------------------------------------------------- estimate
@@ -390,10 +389,9 @@ def test_critic_free_advantages_do_not_read_values(adv_type):
 
 # ------------------------------------------------------------------------------------ normalisation
 def test_normalize_by_hand():
-    a = torch.tensor([[1.0, 3.0], [50.0, 5.0]])
     mask = torch.tensor([[True, True], [False, True]])
     # mean 3, unbiased variance (4 + 0 + 4)/2 = 4
-    out, used = advantages.normalize(a, mask)
+    out, used = advantages.normalize(torch.tensor([[1.0, 3.0], [50.0, 5.0]]), mask)
     close(out, torch.tensor([[-1.0, 0.0], [0.0, 1.0]]))
     assert [x.item() for x in used] == [3.0, 4.0, 3.0]
 

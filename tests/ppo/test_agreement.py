@@ -66,9 +66,8 @@ def test_differences_by_hand() -> None:
 
 
 def test_tolerances_follow_the_precision() -> None:
-    exact = Tolerances(agreement.ROUNDING, agreement.ROUNDING)
     low = Tolerances(agreement.LOW_PRECISION, agreement.LOW_PRECISION)
-    assert tolerances(schema.Config()) == exact
+    assert tolerances(schema.Config()) == Tolerances(agreement.ROUNDING, agreement.ROUNDING)
     actor = schema.ActorConfig(model=schema.LanguageModelConfig(dtype="bfloat16"))
     assert tolerances(schema.Config(mode="reasoning", actor=actor)) == low
     shifted = schema.Config(algorithm=schema.AlgorithmConfig(rpo_alpha=0.5))

@@ -58,8 +58,7 @@ def test_reward_and_weight_by_hand() -> None:
     with torch.no_grad():
         curiosity.predictor[1].bias += 0.5  # pyright: ignore[reportOperatorIssue]
     t = experience()
-    inputs = learner.actor.encode(t)
-    rewarded, metrics = curiosity.with_reward(t, inputs)
+    rewarded, metrics = curiosity.with_reward(t, learner.actor.encode(t))
     assert torch.equal(rewarded.reward[..., 0], t.reward)
     torch.testing.assert_close(rewarded.reward[..., 1], torch.full((T, N), 0.25))
     assert numbers(metrics)["curiosity/reward"] == pytest.approx(0.25)

@@ -57,16 +57,14 @@ def test_weighted_sum_by_hand() -> None:
         [a, b], mask, weights=[2.0, 0.5], normalized=[True, False]
     )
     # A_a has mean 2 and unbiased variance 2: (1 - 2)/sqrt(2) = -0.7071, times 2 is -1.4142
-    expected = [[-(2**0.5) + 2.0], [2**0.5 - 2.0], [0.0]]
-    torch.testing.assert_close(parts, torch.tensor(expected))
+    torch.testing.assert_close(parts, torch.tensor([[-(2**0.5) + 2.0], [2**0.5 - 2.0], [0.0]]))
     # sums of magnitudes: 2 x 1.4142 and 2 + 2
     assert [float(x) for x in shares] == pytest.approx([2.8284 / 6.8284, 4 / 6.8284], rel=1e-4)
 
 
 def test_two_equal_groups_are_their_sum() -> None:
     t = experience()
-    groups = make({"reward_groups": TWO})
-    batch, metrics = groups.prepare(t)
+    batch, metrics = make({"reward_groups": TWO}).prepare(t)
     one, expected = make({}, groups=1).prepare(total(t))
     torch.testing.assert_close(batch.advantage, one.advantage)
     torch.testing.assert_close(batch.returns.sum(-1), one.returns)

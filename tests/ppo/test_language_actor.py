@@ -234,8 +234,7 @@ def test_positive_nll_is_a_mean_over_tokens_of_responses_with_a_positive_score()
     assert loss - without == pytest.approx(0.5 * nll, rel=1e-5)
     none = x.optimizer.loss(replace(batch, positive=batch.mask & False))[0].item()
     assert none == pytest.approx(without, abs=1e-7)
-    metrics = numbers(x.update(t, update=0))
-    assert metrics["policy/positive_nll"] == pytest.approx(nll, rel=1e-5)
+    assert numbers(x.update(t, update=0))["policy/positive_nll"] == pytest.approx(nll, rel=1e-5)
 
 
 # ----------------------------------------------------------------------------- what changes nothing

@@ -279,8 +279,7 @@ def test_detach_value_of_actor_critic() -> None:
         source=loader.STORED,
     )
     assert stored.model.detach_value is True
-    learner = make_learner({}, values=1)
-    policy: Any = learner.policy
+    policy: Any = make_learner({}, values=1).policy
     policy.value_head(policy.trunk(policy.encode(torch.ones(1, OBS)))).sum().backward()
     assert sum(float(p.grad.abs().sum()) for p in policy.trunk.parameters()) > 0
 

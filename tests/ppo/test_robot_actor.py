@@ -406,8 +406,7 @@ def test_relative_bonus_follows_the_size_of_the_advantages():
     other = make(options)
     other.load_state(learner.state())
     assert other.mean_std == learner.mean_std > 0
-    normalized = make(options | {"normalize_advantages": True})
-    metrics = normalized.update(t, update=0)
+    metrics = make(options | {"normalize_advantages": True}).update(t, update=0)
     assert metrics["policy/entropy_coef"] == pytest.approx(0.05)
     # A rollout without samples changes nothing that could become NaN.
     learner.update(replace(t, mask=torch.zeros_like(t.mask)), update=4)
@@ -544,8 +543,7 @@ def test_target_kl_stop():
 
     assert epochs(None)["policy/epochs"] == epochs(1e9)["policy/epochs"] == 6
     assert epochs(1e-9)["policy/epochs"] == 1
-    some = epochs(0.05)
-    assert 1 < some["policy/epochs"] < 6
+    assert 1 < epochs(0.05)["policy/epochs"] < 6
 
 
 def test_linear_learning_rates():
@@ -686,8 +684,7 @@ def test_off_policy_weights_by_hand():
         assert metrics["policy/off_policy_weight_95"] == 1.5
         assert metrics["policy/off_policy_capped"] == capped
         assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-4)
-        plain = make(PLAIN)
-        uncorrected = numbers(plain.update(replace(t, log_prob=acted), update=0))
+        uncorrected = numbers(make(PLAIN).update(replace(t, log_prob=acted), update=0))
         assert "policy/off_policy_weight" not in uncorrected
         assert uncorrected["policy/ratio_max"] == pytest.approx(math.e, rel=1e-4)
 

@@ -77,8 +77,7 @@ def learned(
         assert isinstance(learner.actor, RobotActor)
         learner.optimizer.ranks = learner.actor.ranks = ranks
         part = tree.map(lambda x: x.chunk(world, dim=1)[ranks.rank].contiguous(), trajectory)
-        metrics_of_ranks = [learner.update(part, update=update) for update in range(2)]
-        return weights(learner), metrics_of_ranks
+        return weights(learner), [learner.update(part, update=update) for update in range(2)]
 
     for _ in range(world):
         learners.append(make(options, **arguments))
@@ -154,8 +153,7 @@ def test_every_sample_is_used_once_per_epoch() -> None:
     options = {"global_batch_size": 16, "update_epoch": 2}
     trajectory = experience(make(options))
     _, metrics_of_ranks = learned(4, options, trajectory)
-    rows = merged([m[0] for m in metrics_of_ranks])
-    assert rows["policy/epochs"] == 2.0
+    assert merged([m[0] for m in metrics_of_ranks])["policy/epochs"] == 2.0
     counted = sum(m[0]["policy/approx_kl"].count for m in metrics_of_ranks) / len(metrics_of_ranks)  # pyright: ignore[reportAttributeAccessIssue]
     assert counted == 2 * int(trajectory.mask.sum())
 

@@ -32,9 +32,8 @@ def make(options: dict[str, Any], **model: Any) -> PPO:
     """Return a learner with the mirror image; the old policy is far from symmetric."""
     torch.manual_seed(0)
     config = loader.load(AlgorithmConfig, {"global_batch_size": T * N, **PLAIN, **options})
-    actions = Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS)
     settings = loader.load(ModelConfig, {"hidden": [16], **model})
-    policy = ActorCritic(ArraySpec((OBS,)), actions, settings)
+    policy = ActorCritic(ArraySpec((OBS,)), Box((-1.0,) * ACTIONS, (1.0,) * ACTIONS), settings)
     run_helpers.scale_policy(policy, 0.5)
     mirror = None if config.symmetry is None else MIRROR
     return robot_ppo(policy, config, num_envs=N, updates=100, seed=0, mirror=mirror)
@@ -238,8 +237,7 @@ def test_micro_batches_and_images_in_chunks_do_not_change_the_loss() -> None:
     parts = [take(batch, i, "step") for i in torch.arange(T * N).split(T * N // 4)]
     sums = sum(loss_of(learner, replace(part, rows=rows))[0].item() for part in parts)
     assert sums == pytest.approx(whole.item(), rel=1e-5)
-    image = repeated(MIRROR.action, 6)
-    assert image(torch.arange(6.0)).tolist() == [-1, 0, -2, -4, -3, -5]
+    assert repeated(MIRROR.action, 6)(torch.arange(6.0)).tolist() == [-1, 0, -2, -4, -3, -5]
 
 
 def test_statistics_of_originals_and_tied_moments() -> None:

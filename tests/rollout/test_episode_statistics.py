@@ -49,8 +49,7 @@ def test_single_numbers_and_chunks() -> None:
         {"log": torch.tensor([5.0])},
     ]
     ended = flags([0, 0], [1, 1], [0, 0])
-    metrics = InfoCurves(2).add(steps(*infos), flags(*[[1, 1]] * 3), ended, ended)
-    assert metrics == {
+    assert InfoCurves(2).add(steps(*infos), flags(*[[1, 1]] * 3), ended, ended) == {
         "env/log": Mean(8.0, 2.0),
         "env/log/episode_sum": Mean(0.0, 0.0),
         "env/c": Mean(8.0, 3.0),

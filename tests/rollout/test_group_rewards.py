@@ -63,8 +63,7 @@ def test_every_rollout_is_checked() -> None:
     assert rewards(ROWS[:1], REWARD[:1], MASK[:1]).tolist() == [[3.0, 6.0]]
     with pytest.raises(RunRefused, match=r"a, b add up to 0 where the reward of env.id=Toy is 1"):
         rewards(ROWS[1:], REWARD[1:], MASK[1:])
-    hidden = torch.tensor([[False, True]])
-    assert rewards(ROWS[1:], REWARD[1:], hidden)[0, 1] == 1.0
+    assert rewards(ROWS[1:], REWARD[1:], torch.tensor([[False, True]]))[0, 1] == 1.0
 
 
 def test_infinite_term_is_named() -> None:

@@ -109,8 +109,7 @@ def rollout(**options: Any) -> ReasoningRollout:
 # ------------------------------------------------------------------------------------------ collect
 def test_fields_of_a_trajectory() -> None:
     notices: list[str] = []
-    x = rollout(notice=notices.append)
-    t, metrics = x.collect(4, update=0, version=7)
+    t, metrics = rollout(notice=notices.append).collect(4, update=0, version=7)
     order = Sampler(4, 4, 3).next()
     assert isinstance(t.obs, dict)
     assert t.obs["row"].shape == (4 + 4 - 1, 4) and t.action.shape == (4, 4)
@@ -235,8 +234,7 @@ def test_a_failed_response_is_not_trained_on(adv_type: Any) -> None:
         learner = language_ppo(policy, critic, c, num_sequences=4, **shared)
         answers = [[10, 11, END], answer, [END], [16, 17, 18, END]]
         x = rollout(batch=2, group_size=2, generator=ScriptedGenerator(answers, 4))
-        t = x.collect(4, update=0, version=0)[0]
-        learner.update(t, update=0)
+        learner.update(x.collect(4, update=0, version=0)[0], update=0)
         weights = [p.detach().clone() for p in policy.parameters()]
         results.append(weights + ([] if critic is None else [*critic.module.parameters()]))
         learner.close()

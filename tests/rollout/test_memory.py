@@ -95,6 +95,5 @@ def test_saved_rollout_continues_bit_for_bit(saves: bool) -> None:
 
 
 def test_policy_without_memory_reads_plain_observations() -> None:
-    memory = EpisodeMemory(toy_envs.CountingPolicy(), 3, torch.device("cpu"))
     obs = torch.ones(3, 2)
-    assert memory.attach(obs) is obs
+    assert EpisodeMemory(toy_envs.CountingPolicy(), 3, torch.device("cpu")).attach(obs) is obs

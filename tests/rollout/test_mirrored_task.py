@@ -53,8 +53,7 @@ class Walk(RobotTask):
         return torch.cat([super().observe(s), s["command"], s["noise"]], 1)
 
     def feet_places(self, s: State) -> Tensor:
-        offset = s["geom_xpos"][:, self.feet] - s["qpos"][:, None, :3]
-        return offset.flatten(1)
+        return (s["geom_xpos"][:, self.feet] - s["qpos"][:, None, :3]).flatten(1)
 
     def groups(self) -> dict[str, Callable[[State], Tensor]]:
         return {"feet": self.feet_places}
@@ -175,8 +174,7 @@ def test_shipped_robots_differ_as_measured(end: str) -> None:
             search.result(["state"])
         return
     mirror = search.result(["state", "privileged"])
-    difference = search.measured["accelerations"][0]
-    assert 1e-5 < difference < limit
+    assert 1e-5 < search.measured["accelerations"][0] < limit
     assert cause in " ".join(mirror.warnings) and bool(cause) == bool(mirror.warnings)
 
 

@@ -93,8 +93,7 @@ def test_envpool_adapter_equals_envpool_step() -> None:
 
 def test_rewards_of_envpool_reset_rows_are_dropped() -> None:
     """dm_control tasks return the last reward again on the row that only resets."""
-    env = make("CheetahRun-v1", max_episode_steps=4)
-    steps = rollout(env, 5)
+    steps = rollout(make("CheetahRun-v1", max_episode_steps=4), 5)
     assert steps[4].truncated.all() and (steps[4].reward > 0).any()
     assert not steps[5].mask.any() and not steps[5].reward.any()
 

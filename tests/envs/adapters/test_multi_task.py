@@ -54,8 +54,7 @@ def test_rows_equal_those_of_each_task_alone() -> None:
 def test_shorter_arrays_end_with_zeros_and_an_unknown_task_has_no_index() -> None:
     """A single array is "obs": 11 numbers of Reacher, 8 of Swimmer."""
     tasks = ["Swimmer-v4", "Reacher-v4"]
-    env = MultiTaskEnv(tasks, make, [1, 2, 3])
-    obs: Any = env.reset()
+    obs: Any = MultiTaskEnv(tasks, make, [1, 2, 3]).reset()
     assert obs["obs"].shape == (3, 11) and obs["obs"][1, 8:].any()
     assert obs["obs"][[0, 2], :8].any() and not obs["obs"][[0, 2], 8:].any()
     assert obs["task"].tolist() == [[1, 0], [0, 1], [1, 0]]

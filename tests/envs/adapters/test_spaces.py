@@ -54,6 +54,5 @@ def test_wrong_bounds_are_refused() -> None:
 
 def test_two_entries_of_one_name_are_refused() -> None:
     inner = spaces.Box(-1, 1, (2,))
-    space = spaces.Dict({"a/b": inner, "a": spaces.Dict({"b": inner})})
     with pytest.raises(EnvError, match="rename an entry of the space: a/b"):
-        flatten(space)
+        flatten(spaces.Dict({"a/b": inner, "a": spaces.Dict({"b": inner})}))

@@ -96,12 +96,10 @@ def test_values_as_networks_read_them(
 )
 def test_the_network_reads_the_image(space: gymnasium.spaces.Box, channels: int) -> None:
     """Spec, description for other processes, and a CNN with as many channels."""
-    device = torch.device("cpu")
-    spec, leaves = spaces.observations(space, id="x", device=device)
+    spec, leaves = spaces.observations(space, id="x", device=torch.device("cpu"))
     assert isinstance(spec, ArraySpec) and spec.layout is not None
     policy = ActorCritic(spec, Box((-1.0,), (1.0,)), ModelConfig(hidden=(8,)))
     assert next(policy.trunk.cnns.parameters()).shape[1] == channels
-    obs = leaves[""](np.stack([space.sample(), space.sample()]))
-    inputs = policy.encode(obs)
+    inputs = policy.encode(leaves[""](np.stack([space.sample(), space.sample()])))
     assert inputs["obs"].shape == (2, channels, 84, 84)
     assert policy.act(inputs).action.shape == (2, 1)

@@ -74,8 +74,7 @@ def test_stiffness_and_damping_of_servos_and_joints() -> None:
 
 def test_payload_and_centre_of_mass_of_a_base() -> None:
     model = mujoco.MjModel.from_xml_string(QUADRUPED)
-    ranges = {"payload": (-1.0, 2.0), "com": (-0.05, 0.05)}
-    random = Randomization(model, ranges)
+    random = Randomization(model, {"payload": (-1.0, 2.0), "com": (-0.05, 0.05)})
     drawn = random.sample(torch.tensor([[0.5, 0.0, 0.5, 1.0]], dtype=torch.float64))
     trunk = model.body("trunk").id
     mass, centre = model.body_mass.copy(), model.body_ipos.copy()
@@ -118,8 +117,7 @@ def test_motor_strength_scales_every_torque(target: float, limit: str) -> None:
 
 
 def test_motor_strength_of_a_joint_scales_its_limit_with_its_actuator() -> None:
-    model = arm('actuatorfrcrange="-6 6"')
-    weak = changed(model, [0.5, 0.0, 0.5], motor_strength=(0.5, 1.5))
+    weak = changed(arm('actuatorfrcrange="-6 6"'), [0.5, 0.0, 0.5], motor_strength=(0.5, 1.5))
     assert joint_torques(weak, [0.0, 0.25, 0.0])[1] == pytest.approx(3.0, rel=1e-12)  # of 7.5
 
 

@@ -39,10 +39,9 @@ def test_base_and_home_posture() -> None:
 
 def test_feet_legs_and_pairs() -> None:
     robot = quadruped()
-    model = robot.model
     assert [foot.name for foot in robot.feet] == [f"{n}_shank" for n in ("FL", "FR", "RL", "RR")]
     assert names(robot, robot.feet[1].leg) == ["FR_roll", "FR_pitch"]
-    assert model.geom("FR_foot").id in robot.feet[1].geoms
+    assert robot.model.geom("FR_foot").id in robot.feet[1].geoms
     pairs = {(*names(robot, (p.left, p.right)), p.sign) for p in robot.pairs}
     # Mirrored in y = 0, a roll turns to the other side and a pitch to the same one.
     expected = {
@@ -146,8 +145,7 @@ def test_keyframes_and_thrusters() -> None:
     home = mujoco.MjModel.from_xml_string(QUADRUPED.replace('"home"', '"HOME"'))
     assert RobotModel(home).key == 1
     thrust = '<actuator><motor site="imu" gear="0 0 1 0 0 0"/>'
-    flying = mujoco.MjModel.from_xml_string(QUADRUPED.replace("<actuator>", thrust))
-    robot = RobotModel(flying)
+    robot = RobotModel(mujoco.MjModel.from_xml_string(QUADRUPED.replace("<actuator>", thrust)))
     assert robot.home[robot.base_qpos + 2] == 0.3
 
 

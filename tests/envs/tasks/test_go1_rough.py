@@ -36,8 +36,7 @@ def test_contract_of_all_groups() -> None:
         lambda seeds: make(len(seeds), seeds=seeds, max_episode_steps=12, obs_keys=ALL), steps=30
     )
     assert report.longest == 12 and report.seeded and not report.notes
-    env = make(obs_keys=ALL)
-    obs = env.reset()
+    obs = make(obs_keys=ALL).reset()
     assert isinstance(obs, dict)
     assert [obs[name].shape[1] for name in ALL] == [48, 117, 87]
     # All stand on a platform, home: 0.318 m above the ground, which is flat 0.4 m around it.

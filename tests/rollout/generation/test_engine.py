@@ -275,9 +275,8 @@ def test_two_levels_draw_the_tokens_of_one_cumulative_sum(vocabulary: int) -> No
         logits = scale * torch.randn(500, vocabulary, generator=generator)
         p, u = logits.softmax(-1), torch.rand(500, dtype=torch.float64, generator=generator)
         total = p.double().cumsum(-1)
-        expected = (total <= (u * total[:, -1]).unsqueeze(-1)).sum(-1)
         token, log_prob = choose(logits, Sampling(1), u)
-        assert torch.equal(token, expected)
+        assert torch.equal(token, (total <= (u * total[:, -1]).unsqueeze(-1)).sum(-1))
         torch.testing.assert_close(log_prob, p.gather(1, token.unsqueeze(1)).squeeze(1).log())
         ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
         for end in ends:

@@ -136,8 +136,7 @@ def test_scores_do_not_depend_on_batches(monkeypatch) -> None:
     expected = pytest.approx(scores(RewardModel(model, characters()), responses), abs=1e-5)
     for limit in (1, 100, 333):
         monkeypatch.setattr(reward_model, "BATCH_TOKENS", limit)
-        judge = RewardModel(model, characters())
-        assert scores(judge, responses[::-1])[::-1] == expected
+        assert scores(RewardModel(model, characters()), responses[::-1])[::-1] == expected
 
 
 CHAT = "{% for m in messages %}[bos]{{ m['role'][0] }}\n{{ m['content'] }}[eos]{% endfor %}"
@@ -187,9 +186,8 @@ def test_texts_of_a_reward_model_without_a_template() -> None:
         return [bos, *(known[c] for c in text), known["[eos]"]]
 
     model = random_model(vocab_size=len(WORDS) + 1)
-    prompt = chat_prompt("ab")
     foreign = RewardModel(model, tokenizer, plain_text=True, foreign_tokens=["<|k|>"])
-    assert foreign.encode(["<|k|>c"], [prompt]) == [ids("ab\nc")]
+    assert foreign.encode(["<|k|>c"], [chat_prompt("ab")]) == [ids("ab\nc")]
     same = RewardModel(model, tokenizer)
     text = Prompt((), "[bos]ab", "", "test", {}, 0)
     assert same.encode(["c"], [text]) == [ids("abc")] == same.encode(["bc[eos]"], [_without(text)])

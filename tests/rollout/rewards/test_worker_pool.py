@@ -151,8 +151,7 @@ def test_crashes_and_hangs_cost_one_sample_each(pool: GraderPool) -> None:
 @pytest.mark.slow
 def test_children_of_a_grader_end_with_it(pool: GraderPool, tmp_path) -> None:
     assert pool.grade([sample("child", file=str(tmp_path / "pid"))])[0].failed
-    child = int((tmp_path / "pid").read_text())
-    assert run_helpers.processes_ended(child)
+    assert run_helpers.processes_ended(int((tmp_path / "pid").read_text()))
 
 
 def test_workers_ignore_interrupts_and_survive_kills(pool: GraderPool, tmp_path) -> None:
@@ -172,8 +171,7 @@ def test_workers_ignore_interrupts_and_survive_kills(pool: GraderPool, tmp_path)
 
 def test_results_of_an_interrupted_batch_do_not_reach_the_next(pool: GraderPool) -> None:
     before = pids(pool)
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         pool.grade([sample("hang"), sample("1"), sample("2")])
     assert not any(map(alive, before))

@@ -319,8 +319,7 @@ def test_bundles_that_cannot_be_read_are_refused(
         node = node[key]
     node[path[-1]] = value
     file.write_text(json.dumps(info))
-    code = run_policy.main(["--folder", str(tmp_path / "out"), "--check"])
-    assert code == (2 if message else 0)
+    assert run_policy.main(["--folder", str(tmp_path / "out"), "--check"]) == (2 if message else 0)
     if message:
         with pytest.raises(BundleError, match=message):
             Policy(tmp_path / "out")
@@ -384,7 +383,6 @@ def test_network_with_an_operation_that_onnx_lacks_is_refused(tmp_path) -> None:
         "    def forward(self, inputs):\n"
         "        return torch.special.bessel_j0(inputs['obs'])\n"
     )
-    options = {**CHEETAH, "model.network": f"{file}:Net", "updates": 1}
-    run_helpers.train(tmp_path / "run", options)
+    run_helpers.train(tmp_path / "run", {**CHEETAH, "model.network": f"{file}:Net", "updates": 1})
     with pytest.raises(ConfigError, match=r"no counterpart in ONNX .*special_bessel_j0"):
         policy_export.export(str(tmp_path / "run"), str(tmp_path / "out"))

@@ -233,8 +233,7 @@ def test_a_scene_that_cannot_be_written_is_one_line(policy: Policy, tmp_path) ->
 def test_a_task_without_parts_gets_a_stub(tmp_path, capsys) -> None:
     run_helpers.train(tmp_path / "run", {**CHEETAH, "updates": 1})
     policy_export.export(str(tmp_path / "run"), str(tmp_path / "out"))
-    stub = (tmp_path / "out" / "observation.py").read_text()
-    assert "# 2: bthigh position, rad" in stub
+    assert "# 2: bthigh position, rad" in (tmp_path / "out" / "observation.py").read_text()
     arguments = ["--folder", str(tmp_path / "out"), "--mujoco"]
     assert run_policy.main(arguments) == 2
     assert "error: write observe() in observation.py" in capsys.readouterr().err
@@ -356,8 +355,7 @@ def test_every_fault_ends_in_the_safe_state_within_the_watchdog_time(
 ) -> None:
     _, simulation, _ = load(policy)
     device = faulty(simulation, policy, fault)
-    log_file = str(tmp_path / "log.npz")
-    loop = run_loop(policy, device, log=log_file, watchdog_s=0.2, noise=1.0)
+    loop = run_loop(policy, device, log=str(tmp_path / "log.npz"), watchdog_s=0.2, noise=1.0)
     assert reason in loop.reason and device.stopped
     stopped_s = device.now() - FAULT_S
     # "late" and "lost" measure from the last good measurement or target, at most 2 steps before.
