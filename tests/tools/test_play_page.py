@@ -201,7 +201,7 @@ def test_new_checkpoints_are_loaded(run: Path, tmp_path) -> None:
         player.advance()
 
 
-def test_two_clicks_write_one_video(run: Path, tmp_path, monkeypatch) -> None:
+def test_one_process_at_a_time_renders_and_is_stopped(run: Path, tmp_path, monkeypatch) -> None:
     with play_run(EvaluateConfig(checkpoint=str(run))) as (player, weights):
         page = Page(player, title="Go1", video_dir=tmp_path, weights=weights)
         page._save_video()
@@ -214,19 +214,16 @@ def test_two_clicks_write_one_video(run: Path, tmp_path, monkeypatch) -> None:
         with pytest.raises(KeyboardInterrupt):
             page.serve()
         assert page._message == "paused: deleted"
-
-
-def _sleep(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-def test_render_process_is_stopped(tmp_path) -> None:
     process = RenderProcess(functools.partial(_sleep, 600.0), tmp_path)
     assert process.wait(0.1) is None
     process.stop()
     assert process.wait(10)
     (tmp_path / "stderr").unlink()  # with its run
     assert "without a message" in str(process.wait(10))
+
+
+def _sleep(seconds: float) -> None:
+    time.sleep(seconds)
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
