@@ -87,7 +87,7 @@ class Reservation:
                 # Devices are CPU bundles without a GPU: there must be as many as the plan has.
                 cores = {"num_cpus": max(hardware.total, os.cpu_count() or 1)}
                 ray.init(address="local", **cores, **ray_options)
-        except Exception as error:  # Ray raises many classes, also Exception itself
+        except Exception as error:  # itself raised by ray.init where a node is late
             if isinstance(error, PlacementError):
                 raise
             reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -289,7 +289,7 @@ def main(arguments: Any = None) -> None:
                         reply = pack(describe(env))
                     else:
                         reply = pack(answer(env, request))
-                except Exception as error:  # of the simulator, or of what it returns
+                except Exception as error:  # any class of the user's simulator
                     reply = pack({"error": " ".join(f"{type(error).__name__}: {error}".split())})
                 connection.send(reply)
         finally:

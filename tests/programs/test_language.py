@@ -254,8 +254,7 @@ def test_gsm8k_trains_evaluates_and_exports(capsys) -> None:
     row = rows(Path("run"))[-1]
     assert row["rollout/grader_failures"] == 0
     assert row["kl/to_reference"] == pytest.approx(0, abs=1e-4)
-    samples = json.loads(Path(summary["report_json"]).read_text())
-    assert list(samples["tasks"]) == ["openai/gsm8k"]
+    assert [*json.loads(Path(summary["report_json"]).read_text())["tasks"]] == ["openai/gsm8k"]
 
     result = run_command(capsys, "evaluate", "checkpoint=run", "episodes=6", "out=report")
     assert result["eval/accuracy"] == summary["final_success"] and result["eval/length"] <= 12

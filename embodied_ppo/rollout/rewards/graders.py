@@ -316,8 +316,8 @@ def check_exists(spec: str, option: str = "reward.grader") -> None:
 
 def file_hashes(specs: Iterable[str | None]) -> dict[str, str]:
     """Return the SHA-256 of each file of the user that ``specs`` name. Raises ConfigError."""
-    files = {spec: Path(_locate(spec, spec)[0]) for spec in specs if spec and ".py" in spec}
-    return {spec: hashlib.sha256(path.read_bytes()).hexdigest() for spec, path in files.items()}
+    files = [x for x in specs if x and x.partition(":")[0].endswith(".py")]
+    return {x: hashlib.sha256(Path(_locate(x, x)[0]).read_bytes()).hexdigest() for x in files}
 
 
 def _locate(spec: str, label: str) -> tuple[str, str]:

@@ -136,6 +136,7 @@ def test_graders_of_files(file: str, monkeypatch) -> None:
     sample: dict[str, Any] = {"data_source": "", "ground_truth": "2", "extra_info": {}}
     for spec in (file, f"{file}:compute_score"):
         assert as_grade(graders.resolve(spec)(solution_str="2", **sample)).score == 2
+    assert [*graders.file_hashes([None, "exact", "os.python:judge", file])] == [file]
     monkeypatch.syspath_prepend(str(Path(file).parent))
     judge = graders.resolve("rewards:judge")
     assert graders.is_async(judge) and asyncio.run(judge(solution_str="2", **sample)) is True
