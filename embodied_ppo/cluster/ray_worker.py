@@ -27,19 +27,12 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore
 
 from embodied_envs.base import watchdog
-from embodied_envs.base.errors import (
-    CheckpointError,
-    ConfigError,
-    EnvError,
-    ProcessLost,
-    TrainingError,
-    one_line,
-)
+from embodied_envs.base.errors import ProcessLost, TrainingError, one_line
 from embodied_envs.types import EnvInfo
 from embodied_ppo.cluster.channels import Client, Exchange, connect, interface
 from embodied_ppo.cluster.worker import Worker, WorkerSpec
 from embodied_ppo.core.collectives import RankGroup, Ranks
-from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.core.errors import SELF_EXPLANATORY
 from embodied_ppo.training.logging import peak_rss_mb
 
 P = ParamSpec("P")
@@ -59,8 +52,6 @@ LOOPBACK = "127.0.0.1"  # address that processes listen on where all of them are
 OWN_GPU = 0  # index of the GPU of a process, which is the only one that Ray makes visible to it
 # Interval between checks that processes that are waited for are alive, seconds.
 CHECK_EVERY_S = 10.0
-# Errors whose message is complete. Other errors are reported with their traceback.
-SELF_EXPLANATORY = (ConfigError, EnvError, PlacementError, CheckpointError, TrainingError)
 STORE_FULL = (
     "Ray's shared memory on its machine is full, and so is the disk that it moves objects to"
     " (/tmp/ray); free that disk, start Ray with more memory (--object-store-memory=BYTES), lower"
@@ -477,7 +468,8 @@ def _translated(error: exceptions.RayError, handle: WorkerHandle, phase: str) ->
         cause: Any = error.cause
         if isinstance(cause, (exceptions.ObjectStoreFullError, exceptions.OutOfDiskError)):
             return TrainingError(f"{handle}, {phase}: {STORE_FULL}")
-        if isinstance(cause, SELF_EXPLANATORY):
+        # The message is complete; other errors are reported with their traceback.
+        if isinstance(cause, (TrainingError, *SELF_EXPLANATORY)):
             text = str(cause)
             # An error in the user's options is the same in each process, so the process is not
             # named.

@@ -21,7 +21,7 @@ from embodied_ppo import __version__
 from embodied_ppo.commands import supervisor
 from embodied_ppo.commands.arguments import Parser, describe_own_options
 from embodied_ppo.commands.exit_codes import FAILED, INTERRUPTED, PROBLEM_FOUND, REFUSED
-from embodied_ppo.core.errors import PlacementError, UsageError
+from embodied_ppo.core.errors import SELF_EXPLANATORY, UsageError
 from embodied_ppo.options.compose import PROGRAM
 from embodied_ppo.options.config_folders import PRIMARY
 
@@ -176,10 +176,7 @@ def _report(error: Exception) -> int:
             f"shorten the path {path}: it is too long"
             f" ({reason if longest > 255 else error.strerror})"
         )
-    if isinstance(
-        error,
-        (UsageError, errors.ConfigError, PlacementError, errors.CheckpointError, errors.EnvError),
-    ):
+    if isinstance(error, (UsageError, *SELF_EXPLANATORY)):
         print(errors.fit_message(f"error: {errors.one_line(error)}"), file=sys.stderr)
         return REFUSED
     if _out_of_memory(error):

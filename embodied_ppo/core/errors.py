@@ -11,7 +11,7 @@ from embodied_envs.base.errors import (
 )
 
 __all__ = ["CheckpointError", "ConfigError", "EnvError", "PlacementError", "ProcessLost"]
-__all__ += ["RolloutMismatch", "RunRefused", "TrainingError", "UsageError"]
+__all__ += ["SELF_EXPLANATORY", "RolloutMismatch", "RunRefused", "TrainingError", "UsageError"]
 
 
 class RunRefused(ConfigError):
@@ -34,3 +34,7 @@ class PlacementError(ValueError):
 
 class UsageError(Exception):
     """A command line that no command accepts; one line with the hint."""
+
+
+# Errors of options, files and simulators, whose message states the fix.
+SELF_EXPLANATORY = (ConfigError, EnvError, PlacementError, CheckpointError)

@@ -16,7 +16,7 @@ import yaml
 
 from embodied_envs.base import errors, watchdog
 from embodied_envs.base.compilation import highest_matmul_precision
-from embodied_ppo.core.errors import PlacementError, RunRefused
+from embodied_ppo.core.errors import SELF_EXPLANATORY, RunRefused
 from embodied_ppo.core.guarded_files import replace_file
 from embodied_ppo.evaluation import report
 from embodied_ppo.evaluation.run_report import success_metric
@@ -285,8 +285,7 @@ def _raise_failure(error: Exception, run_dir: Path) -> None:
     if isinstance(error, RunRefused):
         raise error
     # PlacementError: the devices of a lost process are missing when the system is built again.
-    refusals = errors.ConfigError, errors.CheckpointError, errors.EnvError, PlacementError
-    if isinstance(error, refusals):
+    if isinstance(error, SELF_EXPLANATORY):
         raise errors.TrainingError(str(error)) from error
     if isinstance(error, OSError) and not run_dir.exists():
         hint = "leave the directory of a run in place while it trains"
