@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -45,7 +45,7 @@ class _Episode(NamedTuple):
     length: int
 
 
-class Writer:
+class Writer(AbstractContextManager["Writer"]):
     """Recorder of episodes in LeRobot v3.0, for a ``with`` statement; otherwise call ``close``.
 
     After every ``episodes_per_file`` episodes a file is written: one parquet of numbers, one mp4
@@ -140,9 +140,6 @@ class Writer:
                 self._finish()
         finally:
             os.close(self._lock)
-
-    def __enter__(self) -> Writer:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -203,10 +203,7 @@ class Log:
         with suppress(OSError):  # a full disk: the line is still printed, and ``metrics`` raises
             self._text.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         if show and not self.quiet:
-            if self._bar is not None:
-                self._bar.console.print(text, highlight=False, markup=False)
-            else:
-                print(text, file=sys.stderr, flush=True)
+            print_line(text, self._bar)
 
     # -------------------------------------------------------------------------------------- metrics
     def metrics(self, metrics: Metrics, *, update: int, steps: int) -> None:
@@ -378,6 +375,14 @@ def _is_notebook() -> bool:
 def shows_bars() -> bool:
     """Return whether stderr shows progress bars: a terminal, or the cell of a notebook."""
     return sys.stderr.isatty() or _is_notebook()
+
+
+def print_line(line: str, bar: Any) -> None:
+    """Print a line to stderr, above the bar if there is one."""
+    if bar is not None:
+        bar.console.print(line, highlight=False, markup=False)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
 
 def start_bar(*columns: str) -> Any:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 from embodied_envs.base import watchdog
 from embodied_envs.types import Say
 from embodied_ppo.core import compile
 from embodied_ppo.core.types import ProgressCallback
-from embodied_ppo.training.logging import LINE_EVERY_S, Timer, shows_bars, start_bar
+from embodied_ppo.training.logging import LINE_EVERY_S, Timer, print_line, shows_bars, start_bar
 
 
 @contextmanager
@@ -105,7 +104,7 @@ class Interrupts(ExitStack):
             raise KeyboardInterrupt
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Progress of long tasks other than training, on stderr.
 
     It is a bar on a terminal, otherwise a line every LINE_EVERY_S seconds.
@@ -118,12 +117,8 @@ class Progress:
 
     def say(self, line: str) -> None:
         """Print a line, above the bar if there is one."""
-        if self.quiet:
-            return
-        if self._bar is not None:
-            self._bar.console.print(line, highlight=False, markup=False)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        if not self.quiet:
+            print_line(line, self._bar)
 
     def advance(self, task: str, completed: int, total: int) -> None:
         """Show the progress of a task.
@@ -150,10 +145,7 @@ class Progress:
             # Mean duration of a unit so far, times the units that are missing.
             mean_s = (now - self._start) / max(1, completed - self._first)
             line = f"{task} {completed}/{total}  {mean_s * (total - completed):.0f} s left"
-            print(line, file=sys.stderr, flush=True)
-
-    def __enter__(self) -> Progress:
-        return self
+            print_line(line, None)
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
