@@ -62,11 +62,8 @@ def demonstrations(
     with open(folder.with_suffix(".lock"), "w") as lock:
         # The second of two equal runs waits here and then uses the recording of the first.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        record(
-            DemosConfig(out=str(folder), episodes=c.episodes, env=env),
-            lambda line: notice(f"cloning: {line}"),
-            lambda done, total: advance("recording", done, total),
-        )
+        demos = DemosConfig(out=str(folder), episodes=c.episodes, env=env)
+        record(demos, lambda line: notice(f"cloning: {line}"), advance)
     return folder
 
 
@@ -98,7 +95,7 @@ def recording_env(config: DemosConfig) -> EnvConfig:
 def record(
     config: DemosConfig,
     notice: Say,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    advance: ProgressCallback = lambda task, completed, total: None,
     atomic: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> dict[str, Any]:
     """Record the task's expert into ``config.out`` until it holds ``config.episodes``.
@@ -106,7 +103,7 @@ def record(
     Args:
         config: What to record.
         notice: Receives lines for the log.
-        advance: Progress callback ``(completed, total)``.
+        advance: Progress callback ``(task, completed, total)``.
         atomic: Context in which an episode is written; it may delay an interrupt.
 
     Returns:
@@ -136,7 +133,7 @@ def record(
             if (missing := config.episodes - existing) > 0:
                 holds = f", which holds {existing}" if existing else ""
                 notice(f"recording {missing} demonstrations into {folder}{holds}")
-                advance(existing, config.episodes)
+                advance("recording", existing, config.episodes)
                 for demo in recorder.record(
                     env.kwargs,
                     episodes=missing,
@@ -153,7 +150,7 @@ def record(
                     with atomic():
                         writer.add(demo.images, demo.state, demo.action, demo.instruction)
                     families[demo.family] += 1
-                    advance(writer.episodes, config.episodes)
+                    advance("recording", writer.episodes, config.episodes)
     except (OSError, ConfigError, EnvError) as error:
         message, hint, is_refusal = str(error), ".", not isinstance(error, OSError)
         if isinstance(error, OSError):
@@ -183,12 +180,7 @@ def record_demos(config: DemosConfig, *, quiet: bool = False) -> dict[str, Any]:
     with Progress(quiet) as bar:
         try:
             with Interrupts() as interrupts:
-                summary = record(
-                    config,
-                    bar.say,
-                    lambda done, total: bar.advance("recording", done, total),
-                    interrupts.uninterrupted,
-                )
+                summary = record(config, bar.say, bar.advance, interrupts.uninterrupted)
         except KeyboardInterrupt:
             safe = f"finished demonstrations are safe in {config.out}"
             bar.say(f"interrupted; {safe}; the same command continues")
