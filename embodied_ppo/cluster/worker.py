@@ -364,11 +364,10 @@ class Worker:
     def state(self) -> tuple[bytes, None]:
         """Return the state of the rollout in the format of torch.save, and no result."""
         assert self.rollout is not None
-        buffer = io.BytesIO()
         # With max_lag, a resumed run collects again what has not been trained on.
-        torch.save(self._positions.get(self.version) or self.rollout.state(), buffer)
+        data = checkpoint.to_bytes(self._positions.get(self.version) or self.rollout.state())
         self.finish_requests("env")
-        return buffer.getvalue(), None
+        return data, None
 
     def save(self, folder: str, update: int, options: Mapping[str, Any], *rollouts: bytes) -> str:
         """Write a checkpoint. All learners that hold shards call this method, and rank 0 writes.

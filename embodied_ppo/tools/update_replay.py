@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -17,6 +16,7 @@ from embodied_ppo.core.guarded_files import replace_file
 from embodied_ppo.core.types import Metrics, Samples, Trajectory
 from embodied_ppo.ppo.minibatches import PolicyLoss, take
 from embodied_ppo.tools import reexecution
+from embodied_ppo.training.checkpoint import to_bytes
 from embodied_ppo.training.logging import numbers
 from embodied_ppo.training.progress import Progress
 from embodied_ppo.training.run_directory import check_writable, report_write_errors
@@ -93,11 +93,10 @@ class Replay:
         path = out / f"update_{self.update:06d}.pt"
         content = {part.name: getattr(self, part.name) for part in fields(self)}
         content |= {"run": str(self.run), "minibatches": [asdict(m) for m in self.minibatches]}
-        buffer = io.BytesIO()
         with report_write_errors(out):
             out.mkdir(parents=True, exist_ok=True)
-            torch.save(content, buffer)  # on a full disk torch would raise RuntimeError
-            replace_file(path, buffer.getvalue())
+            # On a full disk torch, writing the file itself, would raise RuntimeError.
+            replace_file(path, to_bytes(content))
         return path
 
 

@@ -124,8 +124,8 @@ def save(
         remove_temporary(folder)
         temporary.mkdir()
         files = {}
-        contents = {CONFIG: config_text.encode(), POLICY: _bytes(policy)}
-        contents[TRAINING] = _bytes(training)
+        contents = {CONFIG: config_text.encode(), POLICY: to_bytes(policy)}
+        contents[TRAINING] = to_bytes(training)
         # Hash the data in memory, so that errors of the disk are detected on reading.
         for name, data in contents.items():
             _write(temporary / name, data)
@@ -225,7 +225,7 @@ def remove_temporary(folder: Path) -> None:
                 stale.unlink(missing_ok=True)
 
 
-def _bytes(value: Mapping[str, Any]) -> bytes:
+def to_bytes(value: Mapping[str, Any]) -> bytes:
     """Serialise by ``torch.save``."""
     buffer = io.BytesIO()
     torch.save(dict(value), buffer)
