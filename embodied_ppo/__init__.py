@@ -16,14 +16,9 @@ from typing import TYPE_CHECKING, Any
 from embodied_ppo.core.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from embodied_envs.base.errors import CheckpointError, ConfigError, EnvError, TrainingError
     from embodied_ppo.api import Run, config, distill, evaluate, load, train
-    from embodied_ppo.core.errors import (
-        CheckpointError,
-        ConfigError,
-        EnvError,
-        PlacementError,
-        TrainingError,
-    )
+    from embodied_ppo.core.errors import PlacementError
     from embodied_ppo.tools.bisection import bisect
     from embodied_ppo.tools.policy_comparison import compare
     from embodied_ppo.tools.run_fork import fork

@@ -13,15 +13,10 @@ import torch
 
 from embodied_envs.base.errors import ConfigError, show_path
 from embodied_ppo.core.devices import select_device
-from embodied_ppo.evaluation import (
-    language_evaluation,
-    paired,
-    report,
-    robot_evaluation,
-    robustness,
-)
+from embodied_ppo.evaluation import language_evaluation, paired, report, robot_evaluation
 from embodied_ppo.evaluation.episodes import EvaluationResult, evaluation_seeds, lend
 from embodied_ppo.evaluation.prompt_evaluation import evaluate_prompts
+from embodied_ppo.evaluation.robustness import plan as plan_sweep
 from embodied_ppo.evaluation.run_report import ReportTarget
 from embodied_ppo.options import loader, validation
 from embodied_ppo.options.schema import Config, EvaluateConfig, RewardConfig
@@ -145,7 +140,7 @@ def _evaluate_robot(
     sweep = card = None
     if options.robustness:
         trained = environments.training_env(run.config)
-        sweep = robustness.plan(options, trained, factory, env)
+        sweep = plan_sweep(options, trained, factory, env)
         for line in sweep.lines:
             run.say(line)
     perturbed = paired.plan(options, factory, env)

@@ -21,20 +21,10 @@ from torch.nn import functional
 from embodied_envs.base import tree
 from embodied_envs.base.errors import ConfigError
 from embodied_envs.base.observation_names import ACTION_MASK, TASK
-from embodied_envs.types import (
-    ActionSpec,
-    ArraySpec,
-    Box,
-    Composite,
-    Discrete,
-    Obs,
-    ObsSpec,
-    choices_of,
-    has_action_mask,
-)
+from embodied_envs.types import ActionSpec, ArraySpec, Box, Composite, Discrete, Obs, ObsSpec
 from embodied_ppo.core.history import PREVIOUS_ACTIONS
 from embodied_ppo.core.recurrent_state import MEMORY, START
-from embodied_ppo.core.types import MEAN_SHIFT, Decision, Evaluation
+from embodied_ppo.core.types import MEAN_SHIFT, Decision, Evaluation, choices_of, has_action_mask
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import backbone
 from embodied_ppo.policies import distributions as dist

@@ -31,18 +31,11 @@ from torch import Tensor
 from embodied_envs.base import tree
 from embodied_ppo.core.running_stats import masked_sum
 from embodied_ppo.core.types import Batch, Metrics, Trajectory
-from embodied_ppo.ppo import (
-    advantages,
-    group_advantages,
-    losses,
-    metrics,
-    preparation,
-    rewards,
-    schedules,
-)
+from embodied_ppo.ppo import advantages, group_advantages, losses, metrics, preparation, rewards
 from embodied_ppo.ppo.learner_state import LearnerState
 from embodied_ppo.ppo.minibatches import PolicyLoss, Statistics
 from embodied_ppo.ppo.roles import NO_STATS, SharedCritic, with_values
+from embodied_ppo.ppo.schedules import average, entropy_factor
 
 # Share of its last layer that a policy loses in an update without any reward.
 HEAD_DECAY = 0.01
@@ -82,7 +75,7 @@ class PPO(LearnerState):
             # The loss reads these advantages; normalised ones have the deviation 1.
             std = 1.0 if c.normalize_advantages else results["advantage/std"]
             assert isinstance(std, float)
-            self.mean_std = schedules.average(self.mean_std, std)
+            self.mean_std = average(self.mean_std, std)
         if self.record is not None:
             self.record(trajectory, batch, update)
         prepared = self.cpu_clock()
@@ -99,7 +92,7 @@ class PPO(LearnerState):
                 # minibatch one step of AdamW on ``PPOLoss``.
                 entropy_coef = self.entropy_coef
                 if c.entropy_schedule != "constant":
-                    entropy_coef *= schedules.entropy_factor(
+                    entropy_coef *= entropy_factor(
                         c.entropy_schedule, update, optimizer.updates, self.mean_std
                     )
                 optimizer.loss.coefficients["entropy"] = entropy_coef

@@ -244,10 +244,7 @@ class OpenVLABody(InferenceModule):
         super().__init__()
         self.config = config
         self.center_crop = self.recompute = False
-        models = _models(config, dtype)
-        self.dino: Any = models[0]
-        self.siglip: Any = models[1]
-        self.language_model: Any = models[2]
+        self.dino, self.siglip, self.language_model = _models(config, dtype)
         size = self.language_model.config.hidden_size
         features = config.dino["hidden_size"] + config.siglip["hidden_size"]
         self.projector = Projector(features, size, dtype=dtype)
@@ -502,7 +499,7 @@ def encode_prompts(
     return pad_left(rows, pad)
 
 
-def _models(config: OpenVLAConfig, dtype: torch.dtype) -> tuple[Any, ...]:
+def _models(config: OpenVLAConfig, dtype: torch.dtype) -> tuple[Any, Any, Any]:
     """Return transformers' DINOv2, SigLIP and Llama."""
     transformers = import_transformers("OpenVLA")
     text = dict(config.text)
