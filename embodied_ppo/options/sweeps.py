@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -167,8 +166,8 @@ def job_folder(
 
     It is named after the options that differ between jobs. An option is named without its section
     where that is unambiguous. Characters that a command line would have to quote become ``-``. The
-    job's number is appended to a name that is too long, exists or is ``taken``, and is the name
-    where no option differs.
+    job's number is appended to a name that is too long or ``taken``, and is the name where no
+    option differs.
     """
     leaves = [key.rpartition(".")[2] for key in options]
     parts = [
@@ -176,6 +175,6 @@ def job_folder(
         for (key, value), leaf in zip(options.items(), leaves, strict=True)
     ]
     name = re.sub(r"[^\w.-]+", "-", "_".join(parts).replace("+", ""), flags=re.ASCII).strip(".-")
-    if len(name) > MAX_FOLDER_NAME or os.path.exists(sweep / name) or sweep / name in taken:
+    if len(name) > MAX_FOLDER_NAME or sweep / name in taken:
         name = f"{name[:MAX_FOLDER_NAME]}-{number}".lstrip("-")
     return sweep / (name or str(number))

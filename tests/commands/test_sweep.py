@@ -103,8 +103,7 @@ def test_methods_of_a_sweep(capsys) -> None:
 def test_folder_of_a_job_is_named_after_the_options_that_differ(
     options: dict[str, str], name: str
 ) -> None:
-    Path("sweep/taken-1").mkdir(parents=True)
-    folder = sweeps.job_folder(Path("sweep"), options, 3)
+    folder = sweeps.job_folder(Path("sweep"), options, 3, {Path("sweep/taken-1")})
     assert folder == Path("sweep") / name
     folders = config_folders.config_folders(
         argparse.Namespace(config_dir=None, config_name=None, command="train")
@@ -193,7 +192,8 @@ def test_sweep_that_cannot_be_resumed(text: str | None, message: str, capsys) ->
     if text is not None:
         Path("old/sweep.json").write_text(text)
     assert_refused(capsys, ["train", "-m", "resume=old"], message)
-    Path("old/1").mkdir()
-    Path("old/1/summary.json").write_text("{}")
-    again = ["train", "-m", *TINY, "seed=0,1", "run_dir=old/${seed}"]
-    assert_refused(capsys, again, "old/1 already contains a run")
+    for folder, option in ("1", "run_dir=old/${seed}"), ("seed-1", "hydra.sweep.dir=old"):
+        Path("old", folder).mkdir()
+        Path("old", folder, "summary.json").write_text("{}")
+        again = ["train", "-m", *TINY, "seed=0,1", option]
+        assert_refused(capsys, again, f"old/{folder} already contains a run")
