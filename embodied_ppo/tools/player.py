@@ -6,7 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import mujoco
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Generator, Tensor
 
 from embodied_envs.adapters import gymnasium_env
+from embodied_envs.adapters.multi_task import MultiTaskEnv
 from embodied_envs.base.errors import EnvError
 from embodied_envs.physics.cameras import POSE_FIELDS, travelling_body
 from embodied_envs.types import Discrete, VectorEnv, starts
@@ -128,7 +129,7 @@ class Player:
         self.pull: Pull | None = None
         self.speed, self.paused, self.cursor, self.ended = 1.0, False, None, ""
         self.base = travelling_body(self.model)
-        simulator: Any = env.simulator
+        simulator = _simulator(env)
         self._state: Mapping[str, Tensor] = getattr(simulator, "s", {})
         self.commands: Mapping[str, tuple[float, float]] = {}
         if "command" in self._state:
@@ -281,7 +282,7 @@ class Player:
 
     @held.setter
     def held(self, command: list[float] | None) -> None:
-        self._held, simulator = command, cast(Any, self.env.simulator)
+        self._held, simulator = command, _simulator(self.env)
         if self.commands:
             values = {} if command is None else {"command": torch.tensor([command])}
             simulator.hold_variables(values)
@@ -335,26 +336,32 @@ class Player:
             qvel += change[0] * min(impulse, max(0.0, largest / inverse_mass))
 
 
+def _simulator(env: VectorEnv) -> Any:
+    """Return the simulator inside all wrappers; that of the task where a policy learned several."""
+    simulator = env.simulator
+    return simulator.parts[0][0].simulator if isinstance(simulator, MultiTaskEnv) else simulator
+
+
 def _world(env: VectorEnv) -> tuple[mujoco.MjModel, Mapping[str, np.ndarray]]:
     """Return the model and views of the fields of MjData of the first world.
 
     Raises:
         EnvError: The simulator does not give access to them.
     """
-    simulator: Any = env.simulator
+    simulator = _simulator(env)
     names = (*POSE_FIELDS, "qvel")
     if hasattr(simulator, "physics"):  # our own tasks
         fields = simulator.physics.fields
         return simulator.physics.model, {name: fields[name][0].numpy() for name in names}
+    hint = "play shows our own tasks and Gymnasium's MuJoCo tasks"
     if isinstance(simulator, gymnasium_env.GymnasiumEnv):
         first: Any = simulator.first_environment().unwrapped
         model, data = getattr(first, "model", None), getattr(first, "data", None)
         if isinstance(model, mujoco.MjModel) and isinstance(data, mujoco.MjData):
             return model, {name: getattr(data, name) for name in names}
-    hint = "play shows our own tasks and Gymnasium's MuJoCo tasks"
-    if gymnasium_env.has_task(env.id) and not isinstance(simulator, gymnasium_env.GymnasiumEnv):
+    elif gymnasium_env.has_task(simulator.id):
         hint = "write env.simulator=gymnasium, which has this task, too"
     raise EnvError(
-        f"{hint}: env.id={env.id}: {type(simulator).__name__} does not give access to its MuJoCo"
-        " state"
+        f"{hint}: env.id={simulator.id}: {type(simulator).__name__} does not give access to its"
+        " MuJoCo state"
     )

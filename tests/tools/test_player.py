@@ -201,8 +201,9 @@ def test_a_policy_with_wrong_weights_is_named(make: Any) -> None:
     player.advance()  # another agent goes on
 
 
-def test_gymnasium_task_is_driven_and_pushed(make: Any) -> None:
-    player = make("Hopper-v5", env={"simulator": "gymnasium"})
+@pytest.mark.parametrize("tasks", [None, ("Hopper-v5",)])  # those of a policy of several tasks
+def test_gymnasium_task_is_driven_and_pushed(make: Any, tasks: tuple[str, ...] | None) -> None:
+    player = make("Hopper-v5", env={"simulator": "gymnasium", "tasks": tasks})
     assert not player.commands
     before = player._fields["qvel"].copy()
     player.push([0.5, 0.0, 0.0])
