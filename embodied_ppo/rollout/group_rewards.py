@@ -43,9 +43,9 @@ class GroupRewards:
         """
         if not self.names:
             return reward
-        if not self.checked:
+        if not self.checked and bool(mask.any()):  # responses that were not graded have no terms
             self._check_names(rows[0] or {}, reward[0])
-        self.checked = True
+            self.checked = True
         zero = torch.zeros_like(reward[0])
         unmasked = expand(mask, reward)
         terms: dict[str, Tensor] = {}

@@ -60,6 +60,8 @@ def test_every_rollout_is_checked() -> None:
     """A term that a later rollout lacks would be missing in the reward."""
     config = loader.load(AlgorithmConfig, {"reward_groups": {"x": {"terms": ["a", "b"]}}})
     rewards = GroupRewards(reward_groups(config), "env.id=Toy")
+    # Where no response could be graded, there are no terms to check.
+    assert rewards([{}], REWARD[:1], ~MASK[:1]).tolist() == [[0.0, 0.0]]
     assert rewards(ROWS[:1], REWARD[:1], MASK[:1]).tolist() == [[3.0, 6.0]]
     with pytest.raises(RunRefused, match=r"a, b add up to 0 where the reward of env.id=Toy is 1"):
         rewards(ROWS[1:], REWARD[1:], MASK[1:])
