@@ -28,7 +28,7 @@ from embodied_ppo.options.sweeps import SweepJob, sweep_jobs
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.progress import Interrupts, Progress
 from embodied_ppo.training.run_directory import locked
-from embodied_ppo.training.run_files import SWEEP
+from embodied_ppo.training.run_files import SWEEP, find_runs
 
 POLL_S = 0.2  # seconds between two checks whether a process has ended
 FORMAT = 1  # Version of sweep.json. Increase it when the meaning of a field changes.
@@ -319,6 +319,11 @@ def _compare(sweep: Sweep, args: argparse.Namespace) -> None:
     from embodied_ppo.tools.policy_comparison import compare_lines
 
     try:
+        # A run that failed would count as one of its method, with its last checkpoint.
+        for job in sweep.jobs:
+            if _summary(job) is None and find_runs([job.folder]):
+                hint = f"continue with resume={sweep.folder}, or remove the run and use compare"
+                raise ConfigError(f"{hint}: {sweep.name(job)} has not finished")
         with output.stdout_to_stderr():
             lines = override_lines("evaluate", {"out": str(sweep.folder / COMPARISON)})
             content = compare_lines([str(sweep.folder)], "auto", lines, quiet=args.quiet)

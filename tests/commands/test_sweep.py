@@ -82,6 +82,13 @@ def test_methods_of_a_sweep(capsys) -> None:
         ["lr=0.1", "2", "2", "1.414", "1", "3"],  # the standard deviation of 1 and 3 is sqrt(2)
         ["lr=0.2", "1", "nan", "-", "nan", "nan"],
     ]
+    loaded: Any = None
+    job = sweeps.SweepJob(0, [], {}, Path("all/failed"), loaded)
+    job.folder.mkdir(parents=True)
+    (job.folder / "metrics.jsonl").touch()
+    args = argparse.Namespace(quiet=False)
+    sweep._compare(sweep.Sweep(Path("all").absolute(), Path(), [], [job]), args)
+    assert "use compare: failed has not finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
