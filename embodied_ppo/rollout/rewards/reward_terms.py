@@ -91,7 +91,9 @@ class RewardTerms:
             extra |= {prefix + name: x for name, x in grade.extra.items()}
         score = sum(term.weight * grade.score for term, grade in scored)
         verdict = replace(grades[0], score=score, failed=False, extra=extra)
-        return replace(verdict, correct=None if grades[0].failed else grades[0].is_right)
+        # A first term that failed or does not apply states nothing.
+        unknown = math.isnan(grades[0].score)
+        return replace(verdict, correct=None if unknown else grades[0].is_right)
 
     def close(self) -> None:
         """Release the processes of all terms. May be called repeatedly."""

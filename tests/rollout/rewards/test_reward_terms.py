@@ -133,6 +133,8 @@ def test_terms_are_added_and_failures_mask(pool: Any) -> None:
     # None does not apply: the term is neither added nor counted.
     assert partial.score == -0.5 * 4 and "seen" not in partial.extra
     assert reward.failures == 1 and str(reward.last_failure).startswith("length: sample 2 of 4")
+    # Nor does a first term that does not apply call the response wrong.
+    assert RewardTerms(reward.terms[::-1][:2]).grade(*batch("none"))[0].correct is None
     only = RewardTerms([RewardTerm("", other)])
     assert only.grade(*batch("none"))[0].failed
     assert "all of them returned None" in str(only.last_failure)
