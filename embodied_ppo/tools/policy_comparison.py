@@ -272,8 +272,11 @@ def _report(
     file = folder / "report.json"
     try:
         content = report.read(file)
+        task = content.get("task_files") or {}
         if (
             not options.allow_changed_task  # the user's files may have changed again
+            # So may those of another task; of its own task, a run has copies.
+            and task.get("hash") in (None, task.get("hash_in_training"))
             and content["format"] == report.FORMAT
             and content["versions"] == dict(sorted(run_directory.versions().items()))
             and content["config_hash"] == trained_run.source.manifest["config_hash"]

@@ -79,11 +79,11 @@ def test_means_are_those_of_evaluate_and_reports_are_found_again(runs, tmp_path,
     file.write_text(json.dumps(changed))
     again = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / "two", progress=False)
     assert again["methods"][0]["mean"] == content["methods"][0]["mean"] + 1000
-    # A report of other versions is not used.
-    changed["versions"]["torch"] = "1.0"
-    file.write_text(json.dumps(changed))
-    fresh = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / "three", progress=False)
-    assert fresh["methods"] == content["methods"]
+    # A report of other versions, or of the files of another task, is not used.
+    for entry, name in ("versions", "torch"), ("task_files", "hash"):
+        file.write_text(json.dumps(changed | {entry: changed[entry] | {name: "1.0"}}))
+        fresh = ep.compare(a, b, episodes=10, seed=3, out=tmp_path / name, progress=False)
+        assert fresh["methods"] == content["methods"]
 
 
 def test_equal_checkpoints_have_difference_0(runs, tmp_path, capsys):
