@@ -153,7 +153,7 @@ def compare_lines(
         raise ConfigError("episodes=1: an interval needs at least 2 episodes; write episodes=100")
     options = replace(options, video=False)
     methods = _methods(paths)
-    _check_same_tasks(methods, options.data)
+    _check_same_tasks(methods, options)
     out = Path(options.out or Path("comparisons") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}")
     run_directory.check_writable(out)
     progress = Progress(quiet)
@@ -247,10 +247,13 @@ def _set_labels(methods: Sequence[ComparedMethod]) -> None:
             method.label = f"{label} ({number})"
 
 
-def _check_same_tasks(methods: Sequence[ComparedMethod], data: Sequence[str]) -> None:
-    """Raise ConfigError if modes, tasks or, without ``data``, the data of evaluation differ."""
+def _check_same_tasks(methods: Sequence[ComparedMethod], options: EvaluateConfig) -> None:
+    """Raise ConfigError if modes differ, or tasks or data that ``options`` do not replace."""
     several = any(len(method.by_task()) > 1 for method in methods)
-    for path in ("mode", "env.id", *(() if data else ("data.task", "data.eval"))):
+    if several and "id" in options.env:
+        raise ConfigError("remove env.id: runs of several tasks are compared in their own tasks")
+    paths = ["mode", *(() if "id" in options.env else ("env.id",))]
+    for path in (*paths, *(() if options.data else ("data.task", "data.eval"))):
         by_task = several and path == "env.id"
         names = [{x.task if by_task else str(x.options.get(path)) for x in m.runs} for m in methods]
         values = [", ".join(sorted(part)) for part in names]
@@ -360,7 +363,7 @@ def _content(
     return {
         "format": FORMAT,
         "mode": reference_run.config.mode,
-        "task": reference_run.task,
+        "task": show(options.env["id"]) if "id" in options.env else reference_run.task,
         "metric": metric,
         "episodes": methods[0].scores.shape[1],
         "seed": options.seed,

@@ -156,6 +156,12 @@ def test_task_that_all_runs_solve_alike_is_compared() -> None:
     content = policy_comparison._content_of_tasks(methods, "return", EvaluateConfig(), None)
     assert [row["mean"] for row in content["methods"]] == [0.0, 0.5]
     assert content["references"] == {"CartPole-v1": [500, 501], "Hopper-v4": [100, 300]}
+    # In one task that is named, runs of different tasks can be compared.
+    options = EvaluateConfig(env={"id": "CartPole-v0"})
+    with pytest.raises(ConfigError, match=r"remove env\.id"):
+        policy_comparison._check_same_tasks(methods, options)
+    methods = [method(task, {task: 1.0}) for task in ("CartPole-v1", "Hopper-v4")]
+    policy_comparison._check_same_tasks(methods, options)
 
 
 @pytest.mark.slow
@@ -193,9 +199,9 @@ def test_different_environments_are_named(runs, tmp_path):
     paths = (runs / "lr=0.001/0", short)
     content = ep.compare(*paths, episodes=4, out=tmp_path / "a", progress=False)
     assert {"option": "env.max_episode_steps", "values": ["null", "30"]} in content["options"]
-    same = {"env": {"max_episode_steps": 20}, "progress": False}
+    same = {"env": {"max_episode_steps": 20, "id": "CartPole-v0"}, "progress": False}
     content = ep.compare(*paths, episodes=4, out=tmp_path / "b", **same)
-    assert max(a["mean"] for a in content["methods"]) <= 20
+    assert max(a["mean"] for a in content["methods"]) <= 20 and content["task"] == "CartPole-v0"
 
 
 def test_refusal_leaves_no_folder(runs, tmp_path, capsys):
@@ -246,7 +252,7 @@ def test_scores_of_equal_episodes_are_paired(runs):
         method.runs = [replace(x, options={}, config=config) for config in configs]
         method.reports = []
     with pytest.raises(ConfigError, match="same tasks"):
-        policy_comparison._check_same_tasks(methods, [])
+        policy_comparison._check_same_tasks(methods, EvaluateConfig())
 
 
 @pytest.mark.parametrize("changed", ["grader.py", "data/b.jsonl"])
