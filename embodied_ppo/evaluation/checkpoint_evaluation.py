@@ -19,7 +19,7 @@ from embodied_ppo.evaluation.prompt_evaluation import evaluate_prompts
 from embodied_ppo.evaluation.robustness import plan as plan_sweep
 from embodied_ppo.evaluation.run_report import ReportTarget
 from embodied_ppo.options import loader, validation
-from embodied_ppo.options.schema import Config, EvaluateConfig, RewardConfig
+from embodied_ppo.options.schema import Config, EvaluateConfig, RewardModelConfig
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.rollout import environments, language_inputs
 from embodied_ppo.rollout.generation.engine import Engine
@@ -193,7 +193,8 @@ def _evaluate_language(
     config = run.config
     if options.grader is not None:
         check_exists(options.grader, "grader")
-        config = replace(config, reward=RewardConfig(grader=options.grader))
+        own = {"grader": options.grader, "terms": {}, "model": RewardModelConfig()}
+        config = replace(config, reward=replace(config.reward, **own))
     if not options.data and config.data.task is None and not config.data.eval:
         hint = "write data=[FILE.jsonl] or .parquet with prompts and answers"
         raise ConfigError(f"{hint}: {show_path(run.source.path)} is a model without data")

@@ -19,6 +19,7 @@ import yaml
 from run_helpers import assert_refused, run_command
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from embodied_envs.base.errors import ConfigError
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.cluster.memory_estimate import AllocationCounter, freed_gradients
 from embodied_ppo.commands import main
@@ -29,6 +30,7 @@ from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config
 from embodied_ppo.policies import language_models
 from embodied_ppo.rollout import language_inputs
+from embodied_ppo.rollout.rewards import build as rewards_build
 from embodied_ppo.training import checkpoint, progress
 from tests.integration.test_resume import assert_same, contents, rows, wait_for
 from tests.training.test_logging import LANGUAGE_ONLY
@@ -510,7 +512,7 @@ def hangs(data_source, solution_str, ground_truth, extra_info=None):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sync", "asynchronous"])
-def test_user_defined_grader(name: str, capsys) -> None:
+def test_user_defined_grader(name: str, capsys, monkeypatch) -> None:
     Path("graders.py").write_text(GRADERS)
     summary = train(capsys, f"reward.grader=graders.py:{name}", "updates=1")
     last = rows(Path("run"))[-1]
@@ -521,7 +523,15 @@ def test_user_defined_grader(name: str, capsys) -> None:
     assert (last["eval/accuracy"] == 1) >= (name == "asynchronous")
     Path("graders.py").write_text(f"{GRADERS}#")
     assert "changed since the checkpoint" in refusal(capsys, "train", "resume=run", "updates=2")
-    train(capsys, "resume=run", "updates=2", "allow_changed_task=true")
+    limit = "reward.timeout_s=99"
+    train(capsys, "resume=run", "updates=2", "allow_changed_task=true", limit)
+
+    def make_reward(inputs: Any, *_: Any) -> None:
+        raise ConfigError(f"timeout_s is {inputs.config.reward.timeout_s:g}")
+
+    # Another grader of an evaluation has the time limit of the run.
+    monkeypatch.setattr(rewards_build, "make_reward", make_reward)
+    assert "timeout_s is 99" in refusal(capsys, "evaluate", "checkpoint=run", "grader=exact")
 
 
 @pytest.mark.slow
