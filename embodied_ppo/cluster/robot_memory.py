@@ -175,8 +175,7 @@ def describe_spaces(config: Config) -> EnvInfo:
     options = training_env(config)
     # A history changes the observations, which only the wrapped environment describes.
     can_be_libero = options.simulator in ("auto", "libero") and options.tasks is None
-    is_libero = can_be_libero and libero_env.has_task(options.title)
-    if is_libero and config.model.history == 1:
+    if can_be_libero and libero_env.has_task(options.title) and config.model.history == 1:
         return libero_env.describe(
             options.title,
             obs_keys=options.obs_keys,

@@ -94,8 +94,7 @@ def select_egl_device(device: torch.device, notice: Say) -> None:
         device: Device of the process, CUDA with its index; nothing changes for others.
         notice: Called with a line where the GPU's index among EGL's devices is unknown.
     """
-    user_value = os.environ.get(EGL_VARIABLE)
-    if device.type != "cuda" or user_value != os.environ.get(DERIVED_VARIABLE):
+    if device.type != "cuda" or os.environ.get(EGL_VARIABLE) != os.environ.get(DERIVED_VARIABLE):
         return
     value = egl_device_id(os.environ, device)
     reason = "CUDA_VISIBLE_DEVICES does not name this process's GPU by its index"

@@ -312,8 +312,7 @@ class Sampler:
         counts = torch.stack(
             [torch.bincount(row, weights=x, minlength=self.size) for x in (1 - right, right)]
         )
-        earlier = torch.where(counts.sum(0) > 0, 0.5, 1.0)
-        self._results = self._results * earlier + counts
+        self._results = self._results * torch.where(counts.sum(0) > 0, 0.5, 1.0) + counts
 
     def next(self, count: int | None = None) -> list[int]:
         """Return the next ``count`` rows, which may span the end of an epoch; None: a batch."""

@@ -410,8 +410,7 @@ def _check_evaluated_terms(config: EvaluateConfig) -> None:
         return
     with guarded_files.refusing_damage(file, "name another run or checkpoint"):
         trained = strict.read_yaml(file).get("env", {})
-    is_checkpoint = file.parent.parent.name == "checkpoints"
-    run = file.parent.parent.parent if is_checkpoint else file.parent
+    run = file.parent.parent.parent if file.parent.parent.name == "checkpoints" else file.parent
     copies = [] if config.allow_changed_task else [*run.glob("task/*/**/*.py")]
     id = config.env.get("id", trained.get("id"))
     term_names.check(EnvConfig(id=id, rewards=rewards, commands=commands), copies)

@@ -122,8 +122,7 @@ class ActorCritic(nn.Module):
             self.composite = CompositeActions(choices, self.numbers, self.family)
         self.has_mask = has_action_mask(obs_spec)
         # One output for each logit, and one or two for each number.
-        two = self.state_dependent_std or self.is_beta
-        outputs = size + self.numbers if two else size
+        outputs = size + self.numbers if self.state_dependent_std or self.is_beta else size
         self.policy_head = backbone.linear(features, outputs, POLICY_GAIN)
         self.value_head = None
         if has_critic:
@@ -140,8 +139,7 @@ class ActorCritic(nn.Module):
                 with torch.no_grad():
                     self.policy_head.bias[size:] += self._initial_std_output(config.init_log_std)
             else:
-                initial = torch.full((self.numbers,), float(config.init_log_std))
-                self.log_std = nn.Parameter(initial)
+                self.log_std = nn.Parameter(torch.full((self.numbers,), float(config.init_log_std)))
 
     # ---------------------------------------------------------------------------------------- heads
     def _initial_std_output(self, log_std: float) -> float:

@@ -95,8 +95,7 @@ class Encoder(nn.Module):
         self.moments = None
         if config.normalize_obs and self.vectors:
             eps = config.obs_eps if isinstance(config.obs_eps, tuple) else (config.obs_eps, 0.0)
-            size = (self.vector_size,)
-            self.moments = RunningMoments(size, *eps, scale_constants=False)
+            self.moments = RunningMoments((self.vector_size,), *eps, scale_constants=False)
 
     def constant_inputs(self) -> list[str]:
         """Return the names of the numbers that had the same value in all of the training."""
@@ -256,8 +255,7 @@ class DefaultTrunk(nn.Module):
         cnn_class = NatureCNN if config.pooling == "flatten" else SpatialSoftmaxCNN
         for spec in encoder.images.values():
             shape = channels_first_shape(spec)
-            small = min(shape[1:]) < cnn_class.SMALLEST
-            cnn = Pixels(shape) if small else cnn_class(shape)
+            cnn = Pixels(shape) if min(shape[1:]) < cnn_class.SMALLEST else cnn_class(shape)
             self.cnns.append(cnn)
             size += cnn.features
         if size == 0:

@@ -145,5 +145,4 @@ def critic_config(a: AlgorithmConfig, c: CriticConfig) -> AlgorithmConfig:
     overrides = {name: x for name, x in values.items() if x is not None}
     overrides.setdefault("loss_agg_func", "token-mean")
     critic = replace(a, **overrides)
-    adapts = critic.lr_schedule == "adaptive"
-    return replace(critic, lr_schedule="constant") if adapts else critic
+    return replace(critic, lr_schedule="constant") if critic.lr_schedule == "adaptive" else critic

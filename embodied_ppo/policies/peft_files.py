@@ -135,8 +135,7 @@ def adapter_folder(folder: Path) -> Path | None:
     """
     if any(folder.glob("model*.safetensors*")) or any(folder.glob("pytorch_model*.bin*")):
         return None
-    folders = (folder, folder / "lora_adapter")
-    return next((x for x in folders if (x / CONFIG).is_file()), None)
+    return next((x for x in (folder, folder / "lora_adapter") if (x / CONFIG).is_file()), None)
 
 
 def base_folder(folder: Path) -> Path:

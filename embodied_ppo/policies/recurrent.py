@@ -85,8 +85,7 @@ def gru_gradients(
     r, z = rz.chunk(2, dim=-1)
     to_n = (1 - z) * (1 - n * n)  # derivative of h by the argument of n, and so on
     to_z = (before - n) * z * (1 - z)
-    to_r = to_n * candidate * r * (1 - r)
-    factors = torch.cat([to_r, to_z, to_n * r], dim=-1)
+    factors = torch.cat([to_n * candidate * r * (1 - r), to_z, to_n * r], dim=-1)
     transposed = weight.t()
     dh = torch.zeros_like(before[0])
     totals: list[Tensor] = []  # gradient of h after each step, last step first

@@ -247,8 +247,7 @@ class MinibatchStep:
                 # Select on the device: a CUDA graph cannot contain a branch of the host.
                 old.copy_(torch.where(valid, x, old))
         stats = {**stats, "actor_norm": actor, "critic_norm": critic, "finite": finite}
-        names = (*self.loss.names, *STEP_STATISTICS)
-        return torch.stack([stats[name].float() for name in names])
+        return torch.stack([stats[name].float() for name in (*self.loss.names, *STEP_STATISTICS)])
 
 
 # ------------------------------------------------------------------------------------- the schedule

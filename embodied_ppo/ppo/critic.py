@@ -32,8 +32,7 @@ class CriticLoss(MinibatchLoss):
             config: Options of its optimiser.
             length: response_length.
         """
-        names = ("value_loss", "value_clipped", "value_difference")
-        super().__init__(critic, config, names=names)
+        super().__init__(critic, config, names=("value_loss", "value_clipped", "value_difference"))
         self.length = float(config.loss_scale_factor or length)
 
     def forward(self, b: ValueBatch) -> tuple[Tensor, Statistics]:

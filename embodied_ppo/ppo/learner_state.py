@@ -109,9 +109,8 @@ class LearnerState:
         """
         c, optimizer = self.config, self.optimizer
         if c.entropy_target is not None:
-            entropy = sums["entropy"] / sums["steps"]
             self.entropy_coef = schedules.adapted_entropy_coef(
-                self.entropy_coef, entropy, c.entropy_target
+                self.entropy_coef, sums["entropy"] / sums["steps"], c.entropy_target
             )
         distance = metrics.get("kl/to_reference")
         if c.kl_ctrl.type == "adaptive" and c.use_kl_in_reward and isinstance(distance, Mean):
@@ -137,8 +136,7 @@ class LearnerState:
         model = self.separate_critic
         others = [*([] if model is None else [model.state_tensors()]), *self.actor.state_tensors()]
         others += [] if self.curiosity is None else [self.curiosity.state()]
-        scalers = [scaler.state_dict() for scaler in self.returns]
-        return [self.optimizer.state(), scalers, *others]
+        return [self.optimizer.state(), [scaler.state_dict() for scaler in self.returns], *others]
 
     def state(self) -> dict[str, Any]:
         """Return everything beyond the policy's weights that the next update depends on.

@@ -298,6 +298,5 @@ class RobotActor:
 
 def _split_columns(trajectory: Any, size: int) -> Iterator[Any]:
     """Yield parts of at most ``size`` columns of tensors [T, N, ..]."""
-    columns = next(tree.leaves(trajectory)).shape[1]
-    for first in range(0, columns, size):
+    for first in range(0, next(tree.leaves(trajectory)).shape[1], size):
         yield tree.index(trajectory, (slice(None), slice(first, first + size)))

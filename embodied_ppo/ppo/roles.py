@@ -166,5 +166,4 @@ def with_values(t: Trajectory, critic: Critic | None) -> Trajectory:
     # Estimators without a critic read no values; zeros only keep the shapes.
     value = torch.zeros_like(t.value) if critic is None else critic.values(t.obs, t.mask)
     # The last row has no successor: the response ends there, and its next value is never read.
-    following = torch.cat([value[1:], torch.zeros_like(value[:1])])
-    return replace(t, value=value, next_value=following)
+    return replace(t, value=value, next_value=torch.cat([value[1:], torch.zeros_like(value[:1])]))

@@ -93,8 +93,7 @@ class Symmetry:
         inputs = actor.encode(image)
         view = actor.view(policy, inputs, image)
         if memory_size(policy):
-            after = policy.memory_after(inputs)
-            self.memory = ranks.all_gather_columns(after[None])[0]
+            self.memory = ranks.all_gather_columns(policy.memory_after(inputs)[None])[0]
         log_prob, acted = (
             losses.reduce_log_prob(x, c.logprob_type, batch_dims=2)
             for x in (view.log_prob, t.log_prob)

@@ -86,9 +86,8 @@ def schedule_at(
     """
     if since is not None and since >= spec.last_update:
         since = None
-    required = spec.config.compile == "always"
     return compile.CompileSchedule(
-        since, start_update=start, required=required, notice=messages.notice
+        since, start_update=start, required=spec.config.compile == "always", notice=messages.notice
     )
 
 

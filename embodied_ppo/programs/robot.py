@@ -299,8 +299,7 @@ def make_rollout(
     kept_inputs: Sequence[str] = ()
     if keep_inputs and not refills and isinstance(policy, PI0):
         limits = a.rollout_micro_batch_size, a.logprob_forward_micro_batch_size
-        rows = a.horizon * a.rollout_epoch
-        kept_inputs = policy.kept_inputs(rows, env.num_envs, *limits)
+        kept_inputs = policy.kept_inputs(a.horizon * a.rollout_epoch, env.num_envs, *limits)
     # Other distributions draw other random numbers.
     gaussian = isinstance(policy, ActorCritic) and policy.kind.endswith("gaussian")
     return Rollout(

@@ -128,8 +128,7 @@ def reexecute(
     """
     # An observer reads tensors, which must be in this process.
     if observer is not None:
-        device = select_device(config.device, config.threads)
-        if run_plan.plan_run(config, device) is not None:
+        if run_plan.plan_run(config, select_device(config.device, config.threads)) is not None:
             raise ConfigError(
                 f"placement = {config.placement}: the run has several processes, and only the"
                 " minibatches of runs in one process can be read; its updates can be executed"

@@ -98,5 +98,4 @@ class Acting:
         self.weights = program.weights()
         # An eager call gives the structure of the decision.
         self.structure, _ = self._act(obs, noise)
-        inputs = [noise, *(x.contiguous() for x in tree.leaves(obs))]
-        return Example(program, self.weights, inputs)
+        return Example(program, self.weights, [noise, *(x.contiguous() for x in tree.leaves(obs))])

@@ -80,5 +80,4 @@ class HistoryEnv(EnvWrapper):
         obs = self.env.load_state(state["env"])
         self._previous = {name: x.to(self.device) for name, x in state["history"].items()}
         # The stored history contains the current episodes, so no row starts a new one.
-        nowhere = torch.zeros(self.num_envs, dtype=torch.bool, device=self.device)
-        return self._begin(nowhere, obs)
+        return self._begin(torch.zeros(self.num_envs, dtype=torch.bool, device=self.device), obs)

@@ -71,8 +71,7 @@ def read_files(
     limit, r = config.algorithm.prompt_length, config.reward
     # Only built-in graders without a reward model need the correct answers.
     built_in = any(term.grader in graders.GRADERS for _, term in r.all_terms)
-    needs_answer = r.model.path is None and built_in
-    options = {"prompt_length": limit, "needs_answer": needs_answer}
+    options = {"prompt_length": limit, "needs_answer": r.model.path is None and built_in}
     with _option(path, files):
         prompts, longer = load_prompts(files, tokenizer, config.data, **options)
     # Longer prompts are left out instead of cut, because a cut prompt is another question.

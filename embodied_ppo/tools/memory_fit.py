@@ -226,5 +226,4 @@ def format_yaml(fitted: FittedRecipe, command: str) -> str:
         "nothing had to change"
     ]
     head = "".join(f"# {' '.join(line.split())}\n" for line in (command, *changes))
-    options = yaml.safe_dump(settings(fitted.config), sort_keys=False)
-    return f"# @package _global_\n{head}{options}"
+    return f"# @package _global_\n{head}{yaml.safe_dump(settings(fitted.config), sort_keys=False)}"

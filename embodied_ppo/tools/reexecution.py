@@ -243,11 +243,10 @@ def differing_metrics(run_dir: Path, repeated: Path) -> list[Difference]:
         run_dir: Directory of the run.
         repeated: Result of ``reexecute``.
     """
-    rows = metric_rows(run_dir)
     return [
         Difference(METRICS, f"update {update}: {name}", update, value, row[name], "executed again")
         for update, row in metric_rows(repeated).items()
-        for name, value in rows.get(update, {}).items()
+        for name, value in metric_rows(run_dir).get(update, {}).items()
         if not name.startswith(NOT_REEXECUTED) and row.get(name, value) != value
     ]
 

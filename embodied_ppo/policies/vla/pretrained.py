@@ -123,9 +123,8 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
         has_state = any(folder.glob("proprio_projector--*"))
         self.trunk = VisionEncoder(obs_spec, config, state=has_state)
         self.body = self._open(config)
-        vectors = self.trunk.encoder.vector_size
         # Modules of the directory's other files, see ``openvla_heads.KINDS``.
-        self.heads = nn.ModuleDict(self._load_heads(folder, vectors))
+        self.heads = nn.ModuleDict(self._load_heads(folder, self.trunk.encoder.vector_size))
         if has_state:
             model = self.body.body.config
             self.state = ActionTokens.from_config(model, config.unnorm_key, "proprio")
@@ -213,8 +212,7 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
     def set_sentences(self, sentences: Sequence[str]) -> None:
         """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
-        prompts = self.body.prompts(self.sentences or ("do the task",))
-        self.trunk.table = prompts.to(self.device)
+        self.trunk.table = self.body.prompts(self.sentences or ("do the task",)).to(self.device)
 
     def train(self, mode: bool = True) -> Self:
         """Do nothing: dropout would make log-probabilities random."""

@@ -88,8 +88,7 @@ def policy_of_sizes(
     spaces, policy_class = (env.obs_spec, env.action_spec, config), FLOW_FAMILIES.get(_kind(raw))
     policy: PI0 | pretrained.CheckpointVLA | pretrained.RegressionVLA
     if policy_class is not None:
-        sizes = flow_sizes(policy_class, raw, config)
-        policy = policy_class(*spaces, sizes, **options)
+        policy = policy_class(*spaces, flow_sizes(policy_class, raw, config), **options)
     else:
         sizes_class = _TokenSizes if config.policy == "token" else _RegressionSizes
         policy = sizes_class(*spaces, closes=env.gripper_closes, **options)

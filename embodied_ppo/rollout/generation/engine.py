@@ -272,8 +272,7 @@ class Engine:
             return causal(i, q, k, v)
 
         # Only the hidden state of each prompt's last token is needed.
-        hidden = self._decoder.shared(ids, place, attend)
-        return self.policy.logits(hidden[:, 0])[index]
+        return self.policy.logits(self._decoder.shared(ids, place, attend)[:, 0])[index]
 
     def _prefill_copy(
         self,

@@ -223,8 +223,7 @@ def tracking_error(section, command, state, step_s):
     errors = []
     for name, value in zip(section["tracks"], command):
         key, _, axis = name.rpartition(" ")
-        actual = state[key][settle:, "xyz".index(axis)]
-        errors.append(float(np.abs(actual - value).mean()))
+        errors.append(float(np.abs(state[key][settle:, "xyz".index(axis)] - value).mean()))
     return errors
 
 

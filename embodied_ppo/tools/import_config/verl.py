@@ -175,12 +175,11 @@ def simplevla(source: Source, file: str) -> Framework:
             f"name a script for LIBERO: {shorten(file, 90)} trains on {name}, which does not exist"
             " here"
         )
-    hint = "epochs x 50 states x tasks / data.train_batch_size"
     return load(
         "simplevla",
         VERL.rules,
         mode=lambda source: "embodied",
-        to_write=lambda source: {"updates": hint},
+        to_write=lambda source: {"updates": "epochs x 50 states x tasks / data.train_batch_size"},
     )
 
 

@@ -158,8 +158,7 @@ class EnvPoolEnv(Adapter):
 
         if _egl_error and family.startswith("envpool.mujoco") and (options.render or has_pixels):
             raise self.error(f"no images can be rendered; {_egl_error}")
-        is_large = family.removeprefix("envpool.mujoco.") in _LARGE_MODELS
-        if is_large and self.num_envs > _SMALL_POOL:
+        if family.removeprefix("envpool.mujoco.") in _LARGE_MODELS and self.num_envs > _SMALL_POOL:
             self._check_memory()
 
     def reset(self) -> Obs:

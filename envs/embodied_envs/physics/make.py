@@ -161,8 +161,7 @@ def make(id: str, options: AdapterOptions, *, engine: str) -> MujocoEnv:
         return env
 
     # Unused capacity costs time on a GPU, whose kernels have a thread for each row.
-    on_gpu = engine == "warp" and torch.device(options.device).type == "cuda"
-    if on_gpu and len(capacities) < 2:
+    if engine == "warp" and torch.device(options.device).type == "cuda" and len(capacities) < 2:
         capacities = _measure_capacities(build(Cameras(model), None, capacities)) | capacities
     obs_keys = None if options.obs_keys is None else (*options.obs_keys, *cameras)
     return build(renderer, obs_keys, capacities)
