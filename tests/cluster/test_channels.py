@@ -59,8 +59,7 @@ def serving(make: Any, count: int = 1) -> Iterator[list[Client]]:
 
 def connected_sockets() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        one = socket.create_connection(listening.getsockname())
-        return one, listening.accept()[0]
+        return socket.create_connection(listening.getsockname()), listening.accept()[0]
 
 
 VALUES: list[Any] = [

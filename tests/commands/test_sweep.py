@@ -77,8 +77,7 @@ def test_methods_of_a_sweep(capsys) -> None:
     sweep.print_methods(
         [result(1.0, lr="0.1", seed="0"), result(3.0, lr="0.1", seed="1"), result(None, lr="0.2")]
     )
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[1:]] == [
+    assert [line.split() for line in capsys.readouterr().out.splitlines()[1:]] == [
         ["lr=0.1", "2", "2", "1.414", "1", "3"],  # the standard deviation of 1 and 3 is sqrt(2)
         ["lr=0.2", "1", "nan", "-", "nan", "nan"],
     ]

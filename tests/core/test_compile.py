@@ -236,8 +236,7 @@ def test_killed_run_leaves_no_compiler_and_no_folder(tmp_path) -> None:
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\nsleep 1000\n")
     compiler.chmod(0o755)
-    cache = tmp_path / "cache"
-    environment = os.environ | {"EMBODIED_PPO_CACHE": str(cache), "CXX": str(compiler)}
+    environment = os.environ | {"EMBODIED_PPO_CACHE": str(tmp_path / "cache"), "CXX": str(compiler)}
     script = KILLED.format(root=str(Path(__file__).parents[2]))
     run = subprocess.Popen(
         [sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True
@@ -454,7 +453,6 @@ def captured_programs() -> dict[str, cuda_graph.Example]:
     config = replace(AlgorithmConfig(), minibatch_unit="column")
     objective, token = TokenLoss(language_model(), config, length=4), torch.arange(8).view(4, 2)
     inputs, value = {"row": torch.arange(12).view(6, 2), "place": token // 2}, torch.randn(4, 2)
-    mask = torch.ones(4, 2, dtype=torch.bool)
     batch = Batch(
         inputs=inputs,
         action=token,
@@ -463,7 +461,7 @@ def captured_programs() -> dict[str, cuda_graph.Example]:
         value=value,
         advantage=value,
         returns=value,
-        mask=mask,
+        mask=torch.ones(4, 2, dtype=torch.bool),
     )
     names = [name for name, _ in objective.model.named_parameters()]
     step = MinibatchStep(objective, names, [], batch)
@@ -522,8 +520,7 @@ def test_cuda_graph_copies_an_argument_that_changed_in_place(inference: bool, mo
 @pytest.mark.slow
 def test_compiled_update_raises_before_training_on_nan() -> None:
     # The same library as above.
-    schedule = compile.CompileSchedule(0)
-    learner = make(MANY, discrete=True, compile_schedule=schedule)
+    learner = make(MANY, discrete=True, compile_schedule=compile.CompileSchedule(0))
     learner.update(experience(learner), update=1)
     before = weights(learner)
     t = experience(learner)

@@ -80,8 +80,7 @@ def test_responses_without_forgotten_carries_are_correct(task: Task) -> None:
     for p in SPLITS[task.name][1]:
         result = grade(task, task.respond(p), p.answer)
         assert result == {"score": 1.0, "acc": True, "pred": p.answer, "format": True}
-        never = replace(task, forget=0.0)
-        demonstrations = synthetic_tasks.demonstrations(never, [p], 1, seed=0)
+        demonstrations = synthetic_tasks.demonstrations(replace(task, forget=0.0), [p], 1, seed=0)
         assert demonstrations == [(p.prompt, task.respond(p))]
 
 

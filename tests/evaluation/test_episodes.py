@@ -91,8 +91,7 @@ def test_numbers_are_means_of_the_steps_of_each_episode() -> None:
         options = {"max_episode_steps": 7, "kwargs": {"resample_s": 0.04}}
         return embodied_envs.make("Go1Joystick", num_envs=len(seeds), seeds=seeds, **options)
 
-    still = Linear(torch.zeros(12, 48), discrete=False)
-    result = measure(still, make, episodes=3, num_envs=2)
+    result = measure(Linear(torch.zeros(12, 48), discrete=False), make, episodes=3, num_envs=2)
     env = make(ev.evaluation_seeds(0, 3))
     env.reset()
     infos = [env.step(torch.zeros(3, 12)).info for _ in range(7)]

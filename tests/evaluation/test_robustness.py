@@ -100,8 +100,7 @@ def test_success_rate_has_a_floor_of_0() -> None:
     half = result(*[0] * 8, success=[True, False, False, False] * 2)
     content = robustness.card([f], nominal, lambda changes: half, untrained=None)
     assert content["metric"] == "success" and content["threshold"] == 0.5
-    points = content["factors"][0]["points"]
-    assert [p["retained"] for p in points] == [1, 0.25]
+    assert [p["retained"] for p in content["factors"][0]["points"]] == [1, 0.25]
     assert content["factors"][0]["below_half"] == [1]
     # Some infos have the entry in successes only, and none here.
     none = robustness.card([f], nominal, lambda changes: result(*[0] * 8), untrained=None)

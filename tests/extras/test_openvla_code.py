@@ -95,8 +95,7 @@ def test_actions(decode: str, head: str, tmp_path: Path) -> None:
     images = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     other = torch.randint(0, 256, (3, 40, 56), generator=generator, dtype=torch.uint8)
     state = 2 * torch.randn(B, STATE, generator=generator)
-    inputs = {"images": images, "state": state, "other": other}
-    save_file(inputs, tmp_path / "inputs.safetensors")
+    save_file({"images": images, "state": state, "other": other}, tmp_path / "inputs.safetensors")
     (tmp_path / "tasks.json").write_text(json.dumps(TASKS))
     program = Path(__file__).with_name("openvla_actions.py")
     environment = {name: x for name, x in os.environ.items() if name != "PYTHONPATH"}

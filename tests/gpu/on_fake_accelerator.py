@@ -158,7 +158,6 @@ def run_policy(policy: Any, obs: Any, noise: Tensor) -> list[Any]:
     with torch.no_grad():
         decision = policy.act(inputs, noise=noise)
         value = policy.value(inputs)
-    mask = torch.ones_like(value, dtype=torch.bool)
     batch = Batch(
         inputs=inputs,
         action=decision.action,
@@ -167,7 +166,7 @@ def run_policy(policy: Any, obs: Any, noise: Tensor) -> list[Any]:
         value=value,
         advantage=torch.linspace(-1, 1, len(value), device=value.device),
         returns=value + 0.5,
-        mask=mask,
+        mask=torch.ones_like(value, dtype=torch.bool),
     )
     objective = RobotLoss(policy, config)
     objective.coefficients["entropy"] = 0.01
@@ -226,8 +225,7 @@ def test_pi0(folder: Path, trunk: str, accelerator: FakeAccelerator) -> None:
     path = folder / "pi0"
     if not path.exists():
         pi0.write_checkpoint(path)
-    policy = pi0.make(path, flow_steps=2, **pi0.TRUNKS[trunk])
-    check_policy(policy, pi0.observations(), accelerator)
+    check_policy(pi0.make(path, flow_steps=2, **pi0.TRUNKS[trunk]), pi0.observations(), accelerator)
 
 
 @pytest.mark.parametrize("decode", ["parallel", "autoregressive"])

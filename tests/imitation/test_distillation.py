@@ -64,8 +64,7 @@ def test_losses_of_gaussians_equal_hand_computed_values() -> None:
     nll = distillation_loss("nll", "gaussian", mean, log_std, action)
     assert nll.tolist() == pytest.approx([1.0 + math.log(2) + math.log(2 * math.pi)])
     # kl of N(0, 1), N(1, 1): 0 + (1 + 1) / 2 - 1/2 = 1/2; log 2 + (1 + 4) / 8 - 1/2
-    teacher = torch.tensor([[0.0, 1.0, 0.0, 0.0]])
-    kl = distillation_loss("kl", "gaussian", mean, log_std, teacher)
+    kl = distillation_loss("kl", "gaussian", mean, log_std, torch.tensor([[0.0, 1.0, 0.0, 0.0]]))
     assert kl.tolist() == pytest.approx([0.5 + math.log(2) + 0.125])
     same = torch.cat([mean, log_std.expand(1, 2)], dim=1)
     assert distillation_loss("kl", "gaussian", mean, log_std, same).tolist() == [0.0]
@@ -184,8 +183,7 @@ def test_guided_policy_acts_as_teacher_or_student_and_labels(loss: Any) -> None:
     torch.testing.assert_close(decision.replay["error"], (mode - clamped).abs().mean(1))
     assert not any(p.requires_grad for p in teacher.parameters())
     policy.set_update(c.teacher_share_updates)
-    unguided = policy.act(inputs, noise=noise).action
-    torch.testing.assert_close(unguided, own)
+    torch.testing.assert_close(policy.act(inputs, noise=noise).action, own)
 
 
 # --------------------------------------------------------------------------------------- whole runs
@@ -224,8 +222,7 @@ def test_run_is_an_ordinary_run(student: Path, tmp_path, capsys) -> None:
     summary = json.loads((student / "summary.json").read_text())
     assert summary["updates"] == 24 and Path(summary["report"]).is_file()
     arguments = [f"checkpoint={student}", "episodes=3", "video=false", f"out={tmp_path}"]
-    report = run_helpers.run_command(capsys, "evaluate", *arguments)
-    assert report["eval/length"] > 0
+    assert run_helpers.run_command(capsys, "evaluate", *arguments)["eval/length"] > 0
     policy = embodied_ppo.load(student)
     assert policy.act({"state": torch.zeros(4)}).shape == (1,)
     stored = yaml.safe_load((student / "config.yaml").read_text())
@@ -347,11 +344,10 @@ def test_teachers_that_do_not_fit_are_refused(teacher: Path) -> None:
     run = trained_run.open_run(str(teacher))
     trained = run.config
     own, model = config(TASK, STUDENT), trained.model
-    unnamed = replace(model, actor_obs=None, critic_obs=None)
     for change, message in (
         ({"mode": "reasoning"}, "language model"),
         ({"model": replace(model, history=2)}, "model.history=2"),
-        ({"model": unnamed}, "reads all observations"),
+        ({"model": replace(model, actor_obs=None, critic_obs=None)}, "reads all observations"),
         ({"env": replace(trained.env, tasks=("A", "B"))}, r"write env\.tasks=\[A"),
     ):
         chosen = replace(run, config=replace(trained, **change))

@@ -62,7 +62,6 @@ def test_both_modes_train(python: Path, tmp_path) -> None:
         folder = tmp_path / name
         row = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
         assert {"policy/loss", "value/loss"} <= row.keys()
-        log = (folder / "log.txt").read_text()
-        assert "pip install tensorboard" in log
+        assert "pip install tensorboard" in (folder / "log.txt").read_text()
         assert not (folder / "tensorboard").exists()
         assert json.loads((folder / "summary.json").read_text())["tensorboard"] is None

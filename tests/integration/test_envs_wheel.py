@@ -78,10 +78,9 @@ def python(wheel: Path, tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 def test_wheel_contains_the_simulators_only(wheel: Path) -> None:
-    paths = (ROOT / "envs" / "embodied_envs").rglob("*")
     names = {
         path.relative_to(ROOT / "envs").as_posix()
-        for path in paths
+        for path in (ROOT / "envs" / "embodied_envs").rglob("*")
         if path.is_file() and path.parent.name != "__pycache__"
     }
     with zipfile.ZipFile(wheel) as archive:
@@ -105,8 +104,7 @@ def test_requirements_are_those_of_the_trainer() -> None:
     assert required == {"torch", "gymnasium", "mujoco", "numpy"}
     packages = PROJECT["tool"]["setuptools"]["packages"]
     every = TRAINER["tool"]["setuptools"]["packages"]
-    simulators = {x for x in every if x.split(".")[0] == "embodied_envs"}
-    assert set(packages) == simulators
+    assert set(packages) == {x for x in every if x.split(".")[0] == "embodied_envs"}
 
 
 @pytest.mark.slow

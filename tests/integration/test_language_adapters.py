@@ -164,8 +164,7 @@ def test_run_resumes_bit_for_bit_and_stores_adapters_only(
 ) -> None:
     stored = weights(exported / "run")
     assert not [name for name in stored if "base_layer" in name or "embed" in name]
-    half = exported / "run" / "checkpoints" / "step_000002"
-    train(tmp_path / "half", base, resume=str(half))
+    train(tmp_path / "half", base, resume=str(exported / "run" / "checkpoints" / "step_000002"))
     assert equal_tensors(weights(tmp_path / "half"), stored)
     fields = json.loads((exported / "adapter" / "adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"], fields["task_type"]) == (RANK, 32, "CAUSAL_LM")

@@ -115,9 +115,8 @@ def test_off_policy_weights_are_one_without_lag(cases: OptionCases) -> None:
 @pytest.mark.slow
 @entries("other_values")
 def test_values_differ_from_each_other(cases: OptionCases, path: str) -> None:
-    lag = cases.lag.get(path, 0)
     outcomes = {
-        value: cases.outcome(cases.train({**needs, path: value}, lag))
+        value: cases.outcome(cases.train({**needs, path: value}, cases.lag.get(path, 0)))
         for value, needs in cases.other_values[path]
     }
     pairs = [(a, b) for a in outcomes for b in outcomes if str(a) < str(b)]

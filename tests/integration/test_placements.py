@@ -124,8 +124,7 @@ def test_placements_with_one_learner_equal_one_process(
     """
     run_dir, options = tmp_path / "run", EQUAL_TO_LOCAL[name]
     sections = ("env__", "model__", "algorithm__")
-    task_options = {p: x for p, x in options.items() if p.startswith(sections)}
-    local = cached_run(**task_options)
+    local = cached_run(**{p: x for p, x in options.items() if p.startswith(sections)})
     metrics, expected = train(run_dir, **options), rows(local)
     assert len(metrics) == len(expected) == 5
     for row, expected_row in zip(metrics, expected, strict=True):
@@ -242,8 +241,7 @@ def test_recurrent_policy_with_two_learners_equals_one_process(
 def test_run_resumes_bit_for_bit_and_in_other_placements(cached_run: CachedRuns, tmp_path) -> None:
     run_dir, hybrid = cached_run(**TWO_LEARNERS["hybrid"]), TWO_LEARNERS["hybrid"]
     half = str(run_dir / "checkpoints" / "step_000002")
-    resumed = train(tmp_path / "half", **hybrid, resume=half)
-    assert resumed == rows(run_dir)[-2:]
+    assert train(tmp_path / "half", **hybrid, resume=half) == rows(run_dir)[-2:]
     train(
         tmp_path / "half",
         placement="fused",
@@ -251,8 +249,7 @@ def test_run_resumes_bit_for_bit_and_in_other_placements(cached_run: CachedRuns,
         updates=5,
         resume=str(tmp_path / "half"),
     )
-    log = (tmp_path / "half" / "log.txt").read_text()
-    assert "all episodes start again" in log
+    assert "all episodes start again" in (tmp_path / "half" / "log.txt").read_text()
     train(tmp_path / "local", updates=5, resume=str(run_dir))
 
 

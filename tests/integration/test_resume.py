@@ -124,8 +124,7 @@ def test_resumed_run_equals_an_uninterrupted_run(
         m.setattr(PPO, "update", stop_at_seventh)
         with pytest.raises(Stop):
             runs.train(config(tmp_path / "halves", save_every=save_every), quiet=True)
-    summary = runs.train(config(tmp_path / "halves", resume="auto"), quiet=True)
-    assert summary["updates"] == 8
+    assert runs.train(config(tmp_path / "halves", resume="auto"), quiet=True)["updates"] == 8
     uninterrupted, halves = tmp_path / "uninterrupted", tmp_path / "halves"
     assert_same(contents(uninterrupted, 8), contents(halves, 8))
     assert rows(uninterrupted) == rows(halves)
@@ -458,8 +457,7 @@ def test_failure_of_the_last_evaluation_keeps_the_checkpoint(kind, tmp_path, mon
         runs.train(tiny(tmp_path / "run", save_every=0), quiet=True)
     assert checkpoint.open_checkpoint(tmp_path / "run").update == 8
     config = tiny(tmp_path / "run", save_every=0, resume="auto")
-    evaluation = replace(config.evaluation, episodes=0)
-    runs.train(replace(config, evaluation=evaluation), quiet=True)
+    runs.train(replace(config, evaluation=replace(config.evaluation, episodes=0)), quiet=True)
     assert rows(tmp_path / "run")[-1]["update"] == 8
 
 

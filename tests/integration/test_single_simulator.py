@@ -46,8 +46,7 @@ def weights(run: ep.Run, update: int) -> dict[str, torch.Tensor]:
 def test_the_training_builds_one_simulator_and_closes_it(id: str, tmp_path) -> None:
     run = train(tmp_path / "run", id)
     assert single_simulators.Once.built == ["closed"]
-    evaluated = [row["update"] for row in run.metrics if "eval/return" in row]
-    assert evaluated == [0, 2, 4, 5]
+    assert [row["update"] for row in run.metrics if "eval/return" in row] == [0, 2, 4, 5]
     report = json.loads((run.run_dir / "reports/step_000005/report.json").read_text())
     assert report and run.summary["final_return"] == run.metrics[-1]["eval/return"]
     # ``evaluate`` measures the same episodes, in one simulator again and with other block sizes.

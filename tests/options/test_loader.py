@@ -102,8 +102,7 @@ TOO_LARGE = ("algorithm.lr", 10**400, ["finite"])
 
 @pytest.mark.parametrize(("path", "value", "parts"), [*TABLES["refused"], TOO_LARGE])
 def test_value_is_refused(path: str, value: object, parts: list[str]) -> None:
-    error = PlacementError if path == "placement" else ConfigError
-    line = refused(Config, {path: value}, error)
+    line = refused(Config, {path: value}, PlacementError if path == "placement" else ConfigError)
     assert path in line
     for part in parts:
         assert part in line, line
@@ -181,8 +180,7 @@ TWO_NUMBERS = [
 def test_two_options_of_a_stored_run_become_one(
     stored: dict[str, Any], path: str, value: Any
 ) -> None:
-    config = loader.load(Config, nested(stored), source=STORED_RUN)
-    assert attrgetter(path)(config) == value
+    assert attrgetter(path)(loader.load(Config, nested(stored), source=STORED_RUN)) == value
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,7 @@ def test_gae_with_lambda_1_is_monte_carlo():
 
 def test_gae_discounts_chunk_of_k_steps_k_times():
     rows = column(reward=[1.0, 2.0], value=[0.0, 0.0], next_value=[10.0, 10.0])
-    steps = torch.tensor([[3], [2]])
-    advantage, _ = advantages.gae(**rows, gamma=0.5, gae_lambda=0.5, steps=steps)
+    advantage, _ = advantages.gae(**rows, gamma=0.5, gae_lambda=0.5, steps=torch.tensor([[3], [2]]))
     # row 1: 2 + ½²·10 = 4.5 ; row 0: 1 + ½³·10 = 2.25, + (¼)³·4.5
     assert advantage.flatten().tolist() == pytest.approx([2.25 + 4.5 / 64, 4.5])
     same = advantages.gae(**rows, gamma=0.5, gae_lambda=0.5, steps=3)[0]

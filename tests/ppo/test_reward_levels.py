@@ -88,12 +88,11 @@ def random_trajectory(learner: PPO, *, seed: int = 0) -> Trajectory:
     ends = torch.zeros(T, N, C, dtype=torch.bool)
     ends[1, 0, 0], ends[2, 1, 1] = True, True
     noise = 0.1 * torch.randn(T, N, C, A, generator=g)
-    value = decision.value.unflatten(0, (T, N)) + 0.3 * torch.randn(T, N, C, generator=g)
     return Trajectory(
         obs=obs,
         action=decision.action.unflatten(0, (T, N)),
         log_prob=decision.log_prob.unflatten(0, (T, N)) + noise,
-        value=value,
+        value=decision.value.unflatten(0, (T, N)) + 0.3 * torch.randn(T, N, C, generator=g),
         replay={},
         next_value=torch.randn(T, N, C, generator=g),
         reward=torch.randn(T, N, C, generator=g) * executed,

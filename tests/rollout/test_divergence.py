@@ -89,8 +89,7 @@ def make(seeds: Sequence[int] = SEEDS, chunk: int = 1, **kwargs: Any) -> VectorE
 def rollout(env: VectorEnv, **options: Any) -> Rollout:
     torch.manual_seed(0)
     model = options.pop("model", ModelConfig(hidden=(4,)))
-    policy = ActorCritic(env.obs_spec, env.action_spec, model)
-    return Rollout(env, policy, **{"seed": 0, **options})
+    return Rollout(env, ActorCritic(env.obs_spec, env.action_spec, model), **{"seed": 0, **options})
 
 
 @pytest.mark.parametrize(

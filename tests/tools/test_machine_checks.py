@@ -79,8 +79,7 @@ def test_three_problems_in_one_process(tmp_path, monkeypatch, capsys) -> None:
     assert rows["envpool"]["state"] == "problem"
     assert rows["envpool"]["fix"] == "pip install --force-reinstall --no-deps envpool"
     # The same checks as a table; checking again would take as long.
-    checks = [Check(**row) for row in rows.values()]
-    monkeypatch.setattr(doctor, "run_checks", lambda: checks)
+    monkeypatch.setattr(doctor, "run_checks", lambda: [Check(**row) for row in rows.values()])
     assert main.main(["doctor"]) == 1
     table = capsys.readouterr().out
     assert re.search(r"^problem  envpool +ImportError: libGLEW", table, re.MULTILINE)

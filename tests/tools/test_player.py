@@ -101,8 +101,7 @@ def test_held_command_reaches_observation_and_next_episodes(make: Any) -> None:
     task_command = player.frames[-1].command
     player.held = [0.5, -0.2, 0.7]
     player.advance()
-    observed = player._obs[0, 9:12]
-    np.testing.assert_allclose(observed, [0.5, -0.2, 0.7], rtol=1e-6)
+    np.testing.assert_allclose(player._obs[0, 9:12], [0.5, -0.2, 0.7], rtol=1e-6)
     assert not np.allclose(task_command, player.frames[-1].command)
     player.reset()
     np.testing.assert_allclose(player.frames[-1].command, [0.5, -0.2, 0.7])

@@ -93,8 +93,7 @@ def test_run_resumed_within_a_second_keeps_its_points(tmp_path, monkeypatch):
         time.sleep(0.02)
     write(tmp_path, range(1, 4))
     write(tmp_path, range(4, 6), completed_updates=3)
-    steps = [step for step, _ in scalars(tmp_path)["policy/loss"]]
-    assert steps == [64, 128, 192, 256, 320]
+    assert [step for step, _ in scalars(tmp_path)["policy/loss"]] == [64, 128, 192, 256, 320]
 
 
 # ------------------------------------------------------------------------------------------ resumed

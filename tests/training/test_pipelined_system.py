@@ -68,8 +68,7 @@ def test_resume_is_exact(tmp_path) -> None:
 
 def test_run_without_pipeline_continues_one_with(tmp_path) -> None:
     runs.train(config(tmp_path / "run"), quiet=True, stop_after=3)
-    c = config(tmp_path / "run", resume=str(tmp_path / "run"), pipeline=False)
-    runs.train(c, quiet=True)
+    runs.train(config(tmp_path / "run", resume=str(tmp_path / "run"), pipeline=False), quiet=True)
     assert [row["rollout/version_lag"] for row in rows(tmp_path / "run")] == [0, 1, 1, 0, 0, 0]
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "rollout 4 is not trained on, because pipeline=false" in log

@@ -119,8 +119,7 @@ def test_noise_has_the_standard_deviation_and_changes_every_step() -> None:
         errors.append(tensor(env.step(action).obs) - tensor(raw.step(action).obs))
     e = torch.stack(errors)
     assert abs(float(e.std()) - 0.1) < 0.002 and abs(float(e.mean())) < 0.002
-    lag = (e[1:] * e[:-1]).mean() / e.var()
-    assert abs(float(lag)) < 0.02, "steps are independent"
+    assert abs(float((e[1:] * e[:-1]).mean() / e.var())) < 0.02, "steps are independent"
     assert abs(float((e[:, 1:] * e[:, :-1]).mean() / e.var())) < 0.02, "environments, too"
     with pytest.raises(ValueError, match="it must be a number"):
         scripted([1], obs_noise={"state": None})
@@ -145,8 +144,7 @@ def test_dropout_repeats_the_observation_before() -> None:
     seen = [tensor(env.reset())[:, 2]]
     seen += [tensor(env.step(torch.zeros(20, 1)).obs)[:, 2] for _ in range(200)]
     x = torch.stack(seen)
-    current = torch.arange(201.0).unsqueeze(1).expand(-1, 20)
-    lost = x != current
+    lost = x != torch.arange(201.0).unsqueeze(1).expand(-1, 20)
     assert not lost[0].any() and abs(float(lost[1:].float().mean()) - 0.3) < 0.02
     assert torch.equal(x[1:][lost[1:]], x[:-1][lost[1:]])
 

@@ -135,12 +135,11 @@ def test_interrupt_ends_the_server_of_a_frozen_client(
     """The client reads no answer, or the simulator does not return."""
     (tmp_path / "hanging_tasks.py").write_text(TASKS)
     command = [sys.executable, "-m", "embodied_envs.env_server", f"hanging_tasks:{task}"]
-    path = ":".join([str(tmp_path), *sys.path])
     server = subprocess.Popen(
         [*command, "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": ":".join([str(tmp_path), *sys.path])},
     )
     assert server.stdout is not None
     address = server.stdout.readline().split()[2].rstrip(";")

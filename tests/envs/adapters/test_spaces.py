@@ -37,8 +37,7 @@ def test_mapped_actions_are_in_the_space(
     finite = [np.clip(x, -limit, limit) if np.isfinite(x) else x for x in bounds]
     low, high = np.array([finite[0], -2], dtype), np.array([finite[1], 2], dtype)
     space = spaces.Box(low, high, dtype=dtype)
-    cpu = torch.device("cpu")
-    apply = ActionConverter(space, id="x", mapping=mapping, device=cpu).function()
+    apply = ActionConverter(space, id="x", mapping=mapping, device=torch.device("cpu")).function()
     edges = torch.tensor(np.array([-1, 1, *low, *high, -1e5, 1e5, 0], np.float32))
     near = [edges, edges.nextafter(torch.tensor(9e9)), edges.nextafter(torch.tensor(-9e9))]
     for action in torch.cat([*near, torch.linspace(-1.1, 1.1, 200)]):

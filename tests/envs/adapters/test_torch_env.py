@@ -78,8 +78,7 @@ def test_reset_where_resets_selected_environments() -> None:
     env.reset()
     before: Any = env.step(full_force()).obs
     after: Any = env.reset_where(torch.tensor([False, True, False]))
-    is_equal = (after["agent/qpos"] == before["agent/qpos"]).flatten().tolist()
-    assert is_equal == [True, False, True]
+    assert (after["agent/qpos"] == before["agent/qpos"]).flatten().tolist() == [True, False, True]
     other = make("maniskill", kwargs={"partial_reset": True})
     other.reset()
     other.step(full_force())

@@ -81,8 +81,7 @@ def test_values_as_networks_read_them(
 ) -> None:
     image = images.decide((84, 84), FLOAT, low=low, high=high)
     assert image is not None
-    read = image.to_bytes(torch.tensor(values)) / 255
-    torch.testing.assert_close(read, torch.tensor(expected))
+    torch.testing.assert_close(image.to_bytes(torch.tensor(values)) / 255, torch.tensor(expected))
 
 
 @pytest.mark.parametrize(

@@ -99,5 +99,4 @@ def test_offsets_are_uniform_and_functions_of_seed_and_episode() -> None:
     kept = env.step(torch.zeros(100, 12)).terminated
     assert not kept.any() and torch.equal(env._joint_offsets.offset, drawn)
     env.reset_where(torch.arange(100) == 3)
-    changed = (env._joint_offsets.offset != drawn).any(1)
-    assert changed.nonzero().flatten().tolist() == [3]
+    assert (env._joint_offsets.offset != drawn).any(1).nonzero().flatten().tolist() == [3]

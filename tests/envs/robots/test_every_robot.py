@@ -125,8 +125,7 @@ def hidden_share(env: MujocoEnv) -> float:
 def test_action_0_holds_home(scene: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = make(Stay, scene, monkeypatch, render=True, render_size=(240, 320))
     env.reset()
-    picture = env.render()
-    assert float(picture.float().std()) > 3, "the picture is not of one colour"
+    assert float(env.render().float().std()) > 3, "the picture is not of one colour"
     assert hidden_share(env) == 0, "the picture does not show the whole robot"
     held = first_return(env)
     env.close()

@@ -38,8 +38,7 @@ class Pick(PickTask):
 @pytest.mark.parametrize("file", ARMS)
 def test_a_closed_gripper_holds_the_cube_and_an_open_one_drops_it(file: str, monkeypatch) -> None:
     monkeypatch.setattr(Pick, "mjcf", asset_file(file), raising=False)
-    preparation = Preparation(floor=file == ROBOTIQ, step_s=0.005)
-    monkeypatch.setattr(Pick, "preparation", preparation)
+    monkeypatch.setattr(Pick, "preparation", Preparation(floor=file == ROBOTIQ, step_s=0.005))
     env = embodied_envs.make(f"{__name__}:Pick", num_envs=2, seeds=[0, 1], num_threads=1)
     assert isinstance(env, MujocoEnv)
     obs, task, s = env.reset(), env.task, env.s

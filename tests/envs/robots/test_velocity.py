@@ -107,8 +107,7 @@ def test_entries_of_a_class_are_changed_one_by_one() -> None:
     env = make("Go1Joystick", rewards={"pose": {"weight": 0}, "feet_slip": {"weight": -0.1}})
     task = env.task
     assert isinstance(task, embodied_envs.tasks.find("Go1Joystick") or ())
-    names = list(task.rewards)
-    assert len(names) == 11 and task.rewards["feet_air_time"]["threshold_s"] == 0.2
+    assert len(list(task.rewards)) == 11 and task.rewards["feet_air_time"]["threshold_s"] == 0.2
     env.reset()
     info = env.step(torch.zeros(2, 12)).info
     assert info is not None and "pose" not in info and "tracking_lin_vel" in info
@@ -193,8 +192,7 @@ def test_contacts_of_feet_and_other_parts(tmp_path: Path) -> None:
     (tmp_path / "arm.xml").write_text(
         f"<mujoco><worldbody>{floor}{link}</worldbody>{motor}</mujoco>"
     )
-    prepared = Preparation(contacts={"hit": ("link", "floor")}).prepare(tmp_path / "arm.xml")
-    model = prepared.compile()
+    model = Preparation(contacts={"hit": ("link", "floor")}).prepare(tmp_path / "arm.xml").compile()
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
     assert data.sensor("hit").data[0] == 1

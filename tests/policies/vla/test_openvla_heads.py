@@ -82,8 +82,7 @@ def test_actions_and_state_token_agree_with_the_formulas(folder: Path) -> None:
     assert not torch.equal(other, decision.action)
 
     target = action + torch.tensor([0.4, -0.2])  # x is 2 a / (q99 - q01): errors .2 and .4
-    executed = torch.ones(B, C, dtype=torch.bool)
-    loss, _ = policy.bc_loss(inputs, target, executed)
+    loss, _ = policy.bc_loss(inputs, target, torch.ones(B, C, dtype=torch.bool))
     assert loss.item() == pytest.approx(0.3, abs=1e-5)
     loss.backward()
     assert all(p.grad is not None and p.grad.any() for p in policy.heads.parameters())
@@ -174,5 +173,4 @@ def test_clone_train_evaluate_and_export(folder: Path, monkeypatch, capsys) -> N
         capsys, "evaluate", "checkpoint=run", "episodes=2", "num_envs=2", "video=false"
     )
     assert evaluation["eval/return"] == pytest.approx(summary["final_return"])
-    written = run_command(capsys, "export", "checkpoint=run", "out=exported")
-    assert written["action_difference"] == 0
+    assert run_command(capsys, "export", "checkpoint=run", "out=exported")["action_difference"] == 0

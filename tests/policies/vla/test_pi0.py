@@ -253,8 +253,7 @@ def test_lerobot_directories_are_read_as_lerobot_does(folder: Path, tmp_path) ->
     """Larger images are sampled without a filter; prompts keep their underscores."""
     sizes = pi0_files.read_config(json.loads((folder / "config.json").read_text()), folder)
     other = write_checkpoint(tmp_path / "tiny")
-    raw = {"type": "pi0", "tokenizer_max_length": 9}
-    (other / "config.json").write_text(json.dumps(raw))
+    (other / "config.json").write_text(json.dumps({"type": "pi0", "tokenizer_max_length": 9}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pi0_files, "read_config", lambda *_: sizes)
         policy, filtered = make(other), make(folder)

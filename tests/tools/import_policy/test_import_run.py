@@ -136,7 +136,6 @@ def test_initial_deviation_of_softplus() -> None:
     from embodied_ppo.options.schema import ModelConfig
 
     config = ModelConfig(state_dependent_std="softplus", init_log_std=-1.0)
-    spec = ArraySpec((3,), torch.float32)
-    policy = ActorCritic(spec, Box((-1.0,), (1.0,)), config)
+    policy = ActorCritic(ArraySpec((3,), torch.float32), Box((-1.0,), (1.0,)), config)
     _, log_std = policy.distribution(policy.encode(torch.zeros(1, 3)))
     assert log_std.item() == pytest.approx(-1.0, abs=1e-5)
