@@ -396,7 +396,11 @@ def read_tasks(folder: Path, version: str) -> dict[int, str]:
     with reading(path):
         # A pandas index without a name has the default name of pandas.
         texts = [row["__index_level_0__"] if (x := row.get("task")) is None else x for row in rows]
-        return {int(row["task_index"]): str(x) for row, x in zip(rows, texts, strict=True)}
+        tasks: dict[int, str] = {}
+        for row, text in zip(rows, texts, strict=True):
+            if tasks.setdefault(int(row["task_index"]), str(text)) != str(text):
+                raise ValueError(f"task_index {row['task_index']} has two tasks")
+        return tasks
 
 
 def _check_memory(

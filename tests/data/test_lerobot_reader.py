@@ -311,6 +311,10 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         DATA + r".*episode 3, frame 1: action.*1.*2",
     ),
     "twice": (lambda f: rewrite_table(f, EPISODES, setting(1, episode_index=2)), "episode 2"),
+    "two tasks": (
+        lambda f: rewrite_table(f, "meta/tasks.parquet", lambda x: [*x, x[1] | {"task_index": 0}]),
+        r"tasks\.parquet.*task_index 0 has two tasks",
+    ),
     "outside": (lambda f: info(f, video_path="/etc/passwd"), "/etc/passwd"),
     "a deep template": (lambda f: info(f, data_path="{chunk_index.__class__}"), "__class__"),
     "endless": (lambda f: rewrite_table(f, EPISODES, setting(0, length=2**50)), "GiB"),
