@@ -147,6 +147,8 @@ class FrameTable:
                         raise ConfigError(
                             f"{label} is {[height, width, 3]}; meta/info.json has {[*size, 3]}"
                         )
+                    if image.mode[0] in "IF":  # ``convert`` would clip its numbers to 0..255
+                        raise ConfigError(f"write images of 8 bits: {label} has mode {image.mode}")
                     yield np.asarray(image.convert("RGB"))
 
 

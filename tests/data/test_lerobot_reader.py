@@ -476,6 +476,9 @@ def test_images_execute_no_programs_and_are_not_decompressed(tmp_path) -> None:
     message = r"\[8000, 10000, 3\].*\[16, 24, 3\]"
     with pytest.raises(ConfigError, match=message):
         read(version_2(tmp_path / "bomb", [H, W, 3], [1], [[file.getvalue()]]))
+    depth = imageio.imwrite("<bytes>", np.full((H, W), 900, np.uint16), extension=".png")
+    with pytest.raises(ConfigError, match=r"^write images of 8 bits: .*frame 0.*I;16"):
+        read(version_2(tmp_path / "depth", [H, W, 3], [1], [[depth]]))
     # In KiB; the pixels would need 240 MB.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
