@@ -35,7 +35,7 @@ from embodied_ppo.ppo import advantages, group_advantages, losses, metrics, prep
 from embodied_ppo.ppo.learner_state import LearnerState
 from embodied_ppo.ppo.minibatches import PolicyLoss, Statistics
 from embodied_ppo.ppo.roles import NO_STATS, SharedCritic, with_values
-from embodied_ppo.ppo.schedules import average, entropy_factor
+from embodied_ppo.ppo.schedules import DECAY, average, entropy_factor
 
 # Share of its last layer that a policy loses in an update without any reward.
 HEAD_DECAY = 0.01
@@ -75,7 +75,9 @@ class PPO(LearnerState):
             # The loss reads these advantages; normalised ones have the deviation 1.
             std = 1.0 if c.normalize_advantages else results["advantage/std"]
             assert isinstance(std, float)
-            self.mean_std = average(self.mean_std, std)
+            # A run that gets this schedule on resume has no average yet, which begins at ``std``.
+            before = self.mean_std or std * (1.0 - DECAY**update)
+            self.mean_std = average(before, std)
         if self.record is not None:
             self.record(trajectory, batch, update)
         prepared = self.cpu_clock()
