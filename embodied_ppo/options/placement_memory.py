@@ -72,10 +72,10 @@ MEMORY_HINTS = {
     "activations": "lower algorithm.micro_batch_size",
     "experience": "lower algorithm.horizon or env.num_envs, or use more devices",
     "cache": "lower algorithm.rollout_micro_batch_size",
-    "weights": "use a smaller model, cluster.shard=true, or devices for each role",
+    "weights": "use a smaller model, or devices for each role",
 }
 # What reduces gradients and the state of the optimiser.
-STATE_HINT = "train adapters (lora_rank), or write cluster.shard=true"
+STATE_HINT = "train adapters (lora_rank)"
 
 
 def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:
@@ -94,16 +94,20 @@ def check_memory(p: Plan, needs: Mapping[str, Need]) -> None:
             continue
         largest = max(load.parts, key=lambda name: sum(load.parts[name]))
         need = needs[largest]
-        purposes = [f"{purpose} {amount(size)}" for purpose, size in need.items() if size]
+        order = sorted(need, key=lambda purpose: -need[purpose])
+        # The largest two, because a longer line would be shortened.
+        purposes = [f"{purpose} {amount(need[purpose])}" for purpose in order[:2] if need[purpose]]
         if p.hardware.kind == "cuda":
-            purposes.append(f"{amount(CUDA_CONTEXT)} of each for CUDA itself")
+            purposes.append(f"CUDA {amount(CUDA_CONTEXT)}")
         parts = " + ".join(
             f"{len(sizes)} x {amount(sizes[0])} ({name})" for name, sizes in load.parts.items()
         )
-        hint = MEMORY_HINTS.get(max(need, key=lambda purpose: need[purpose]), STATE_HINT)
+        hint = MEMORY_HINTS.get(order[0], STATE_HINT)
+        if p.processes("actor") > 1 and hint in (MEMORY_HINTS["weights"], STATE_HINT):
+            hint += ", or cluster.shard=true"
         raise PlacementError(
             f"placement: {load.place} needs {parts} = {amount(load.total)} to {load.phase}, more"
-            f" than {USABLE_MEMORY:.0%} of its {amount(limit)}; one process of {largest}:"
+            f" than {USABLE_MEMORY:.0%} of its {amount(limit)}; each {largest}:"
             f" {', '.join(purposes)}; {hint}"
         )
 

@@ -189,7 +189,7 @@ def _fit_micro_batches(config: Config, plan: placement.Plan) -> tuple[Config, Me
     try:
         return config, check(current), ""
     except PlacementError as error:
-        reason = str(error).rpartition("; one process of ")[0]
+        reason = str(error).rpartition("; each ")[0]
     check(1)
     # The smallest number of passes that fits.
     passes = bisect_left(range(complete), True, lo=-(-complete // current) + 1, key=fits)

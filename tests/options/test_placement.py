@@ -9,7 +9,7 @@ import pytest
 import run_helpers
 import torch
 
-from embodied_envs.base.errors import ConfigError
+from embodied_envs.base.errors import LONGEST_LINE, ConfigError
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.core.errors import PlacementError
 from embodied_ppo.options.placement import (
@@ -243,8 +243,8 @@ def test_memory_refusal_contains_the_sum() -> None:
         str(caught.value)
         == "placement: cuda 0 needs 1 x 0.5 GB (env) + 1 x 0.5 GB (rollout) + 1 x 11.5 GB (actor)"
         " ="
-        " 12.5 GB to update, more than 92% of its 13 GB; one process of actor: weights 2 GB,"
-        " activations 9 GB, 0.5 GB of each for CUDA itself; lower algorithm.micro_batch_size"
+        " 12.5 GB to update, more than 92% of its 13 GB; each actor: activations 9 GB, weights 2"
+        " GB, CUDA 0.5 GB; lower algorithm.micro_batch_size"
     )
     disaggregated = plan("disaggregated", Hardware((2,), "cuda", memory=13_000_000_000))
     check_memory(disaggregated, {"env,rollout": NEEDS["rollout"], "actor": NEEDS["actor"]})
@@ -253,6 +253,15 @@ def test_memory_refusal_contains_the_sum() -> None:
         match=r"node 0 needs 2 x 0 MB \(env\) \+ 2 x 2\.5 GB \(rollout\) \+ 2 x 11 GB",
     ):
         check_memory(of(15_000_000_000, "cpu"), NEEDS)  # all share it
+    # A line of the largest usual length is complete; one learner cannot be sharded.
+    purposes = ("weights", "gradients", "optimiser", "experience", "cache", "activations")
+    for count, end in ((1, "adapters (lora_rank)"), (2, "(lora_rank), or cluster.shard=true")):
+        hardware = Hardware((count,), "cuda", memory=24_000_000_000)
+        with pytest.raises(PlacementError, match=re.escape(end) + "$") as caught:
+            placed = plan("colocated", hardware, roles=ROLES["reasoning"])
+            need = {**dict.fromkeys(purposes, 12_300_000_000), "optimiser": 24_600_000_000}
+            check_memory(placed, {group.name: need for group in placed.groups})
+        assert len(f"error: {caught.value}") <= LONGEST_LINE
 
 
 @pytest.mark.slow
