@@ -345,6 +345,8 @@ class _OwnMemory(gymnasium.Wrapper):
     def reset(self, **kwargs: Any) -> Any:
         """Start a new episode."""
         obs, info = self.env.reset(**kwargs)
+        if not isinstance(info, Mapping):  # unpacked from an observation of two entries
+            raise EnvError(f"return (observation, info) from reset(): info is {info!r:.60}")
         if ACTION_MASK in info and ACTION_MASK not in self.shapes and not self.warned_of_mask:
             self.warned_of_mask = True
             warnings.warn(

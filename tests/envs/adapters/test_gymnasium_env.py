@@ -165,7 +165,8 @@ class Observing(gymnasium.Env):
         self.second = second
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
-        return {"cam/x": np.ones(2, np.float32), "s": {"q/v": np.zeros(1, np.float32)}}, {}
+        obs = {"cam/x": np.ones(2, np.float32), "s": {"q/v": np.zeros(1, np.float32)}}
+        return obs if self.second == "older" else (obs, {})
 
     def step(self, action: Any) -> Any:
         result = self.second, 0.0, False, False, {}
@@ -182,14 +183,15 @@ gymnasium.register("test/Observing-v0", Observing, disable_env_checker=True)
         ({"cam/x": np.ones((1, 2)), "s": {"q/v": np.ones(1)}}, r"is \[1, 2\], its space \[2\]"),
         ({"cam/x": np.ones(2), "s": {}}, "s/q/v of Observing is NoneType"),
         ("old", r"return .* from step\(\): .* \(expected 5, got 4\)"),
+        ("older", r"return \(observation, info\) from reset\(\): info is 's'"),
     ],
 )
 def test_an_observation_of_another_shape_is_named(second: Any, message: str) -> None:
     """Names of observations may contain a slash."""
     env = embodied_envs.make("test/Observing-v0", num_envs=1, seeds=[0], kwargs={"second": second})
-    obs: Any = env.reset()
-    assert {name: x[0].tolist() for name, x in obs.items()} == {"cam/x": [1, 1], "s/q/v": [0]}
     with pytest.raises(EnvError, match=message):
+        obs: Any = env.reset()
+        assert {name: x[0].tolist() for name, x in obs.items()} == {"cam/x": [1, 1], "s/q/v": [0]}
         env.step(torch.zeros(1, dtype=torch.int64))
 
 
