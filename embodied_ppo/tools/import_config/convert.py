@@ -39,7 +39,7 @@ from embodied_ppo.tools.import_config.verl import VERL
 MISSING = "???"
 # Errors that a rule raises for a value of the wrong type.
 INVALID_VALUE = (TypeError, ValueError, AttributeError, KeyError, IndexError, ArithmeticError)
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+")
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
@@ -139,8 +139,10 @@ def _flat(node: Any, path: str, mappings: frozenset[str]) -> Iterator[tuple[str,
     if isinstance(node, Mapping) and node and path not in mappings:
         for key, child in node.items():
             yield from _flat(child, f"{path}.{key}" if path else str(key), mappings)
-    else:  # 1e-6 is text to YAML 1.1
-        yield path, float(node) if isinstance(node, str) and NUMBER.fullmatch(node) else node
+    elif isinstance(node, str) and NUMBER.fullmatch(node):  # quoted, or 1e-6 in YAML 1.1
+        yield path, int(node) if node.lstrip("+-").isdecimal() else float(node)
+    else:
+        yield path, node
 
 
 class _Unresolved(Exception):
