@@ -337,6 +337,9 @@ class Handler(BaseHTTPRequestHandler):
             case "/data":
                 run = self._runs(query)[0]
                 start, mark = query.get("from", ["0"])[0], query.get("mark", [""])[0]
+                if not re.fullmatch(r"\d{1,18}", start, re.ASCII):
+                    message = f"from={show_path(start)}: write a whole number of bytes"
+                    raise Refused(HTTPStatus.BAD_REQUEST, message)
                 self._json(read_rows(run / METRICS, int(start), mark))
             case "/diff":
                 self._json(differences(self._runs(query)))

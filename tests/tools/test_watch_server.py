@@ -297,6 +297,9 @@ def test_only_videos_and_reports_of_a_run_are_sent(tmp_path, serve: Any) -> None
     for other in (tmp_path, "/", tmp_path / "runs", f"{run}/../a", "a"):
         for path in ("/file", "/data", "/diff"):
             assert get(server, path, {"run": other, "name": "secret.html"})[0] == 404
+    for start in ("abc", "-1", "1" * 5000):
+        status, _, body = get(server, "/data", {"run": run, "from": start})
+        assert status == 400 and body.endswith(b": write a whole number of bytes")
     raw = b"GET /../../secret.html HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     with socket.create_connection(server.server_address[:2], timeout=10) as plain:
         plain.sendall(raw)
