@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"--port {args.port}: {args.host} cannot be listened on ({error.strerror or error})"
             ) from error
-    address = f"ws://{args.host}:{listening.socket.getsockname()[1]}"
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    address = f"ws://{host}:{listening.socket.getsockname()[1]}"
     details = {"address": address, **policy.metadata}
     print(output.as_json(details) if args.json else address, flush=True)
     for name, spec in policy.metadata["observations"].items():

@@ -145,10 +145,10 @@ def listen(handler: Any, host: str, port: int) -> Any:
             " password; safer is --host 127.0.0.1 and ssh -L",
             file=sys.stderr,
         )
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with serve(
         handle,
-        host,
-        port,
+        sock=socket.create_server((host, port), family=family),
         process_request=lambda c, r: c.respond(200, "OK\n") if r.path == "/healthz" else None,
         origins=[None],  # a browser names the page that connects
         compression=None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -48,8 +50,12 @@ def mlp(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(mlp: Path) -> Iterator[str]:
-    """Address of the server of the MLP, in a process of its own."""
-    with started("embodied_ppo.commands.main", "serve", str(mlp), "--port", "0") as address:
+    """Address of the server of the MLP, in a process of its own; IPv6 if this machine has it."""
+    host = "127.0.0.1"
+    with contextlib.suppress(OSError), socket.create_server(("::1", 0), family=socket.AF_INET6):
+        host = "::1"
+    arguments = ("serve", str(mlp), "--port", "0", "--host", host)
+    with started("embodied_ppo.commands.main", *arguments) as address:
         yield address
 
 
