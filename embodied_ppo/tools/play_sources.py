@@ -106,10 +106,14 @@ def read_report(folder: Path) -> tuple[EvaluateConfig, dict[str, Any]]:
     try:
         content = report.read(folder / "report.json")
         source = folder.resolve().parents[1] / "checkpoints" / str(content["checkpoint"])
-        return options_of_report(content, source), content
+        options = options_of_report(content, source)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         reason = one_line(error, kind=True)
         raise CheckpointError(f"{folder}: is no report of an evaluation ({reason})") from error
+    if not source.is_dir():  # written with out=, or moved
+        fact = f"{folder} is not in RUN/reports of the run that has {source.name}"
+        raise CheckpointError(f"name the run, or move the report there: {fact}")
+    return options, content
 
 
 def _factory(config: Config, task: TaskFiles | None = None) -> Callable[[list[int]], VectorEnv]:

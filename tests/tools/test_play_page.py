@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,11 +268,15 @@ def test_command_prints_the_address_and_ends_with_ctrl_c(run: Path) -> None:
         (("env.id=CartPole-v1",), "CartPole-v1"),
         (("{empty}",), "is no run"),
         (("{run}/reports/{report}", "seed=3"), "seed"),
+        (("{moved}",), "name the run, or move the report there"),
     ],
 )
 def test_wrong_arguments_are_refused(
     arguments: tuple[str, ...], word: str, run: Path, tmp_path, capsys
 ) -> None:
-    report = next((run / "reports").iterdir()).name
-    filled = [x.format(run=run, empty=tmp_path, report=report) for x in arguments]
+    report, empty = next((run / "reports").iterdir()), tmp_path / "empty"
+    empty.mkdir()
+    moved = shutil.copytree(report, tmp_path / "moved")
+    names = {"run": run, "empty": empty, "report": report.name, "moved": moved}
+    filled = [x.format(**names) for x in arguments]
     assert_refused(capsys, ["play", *filled], word)
