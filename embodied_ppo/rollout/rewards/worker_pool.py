@@ -75,8 +75,9 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.pipe, child = context.Pipe()
         arguments = (self.spec, child, self.limits, self.option)
-        self.process = context.Process(target=_serve, args=arguments, daemon=True, name="grader")
-        self.process.start()
+        process = context.Process(target=_serve, args=arguments, daemon=True, name="grader")
+        process.start()
+        self.process = process
         child.close()
         self.is_loaded = False
         self.deadline = time.monotonic() + START_S
@@ -188,7 +189,7 @@ class GraderPool:
             for worker in self._workers:
                 wait([worker.pipe], START_S)
                 worker.receive(())
-        except _WorkerError as error:
+        except (_WorkerError, OSError) as error:  # OSError: too many processes or open files
             self.close()
             label = "" if str(error).startswith(f"{option} = ") else f"{option} = {spec}: "
             raise ConfigError(f"{label}{error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import run_helpers
 
+from embodied_envs.base.errors import ConfigError
 from embodied_ppo.rollout.rewards.graders import Limits, Sample
 from embodied_ppo.rollout.rewards.worker_pool import GraderPool
 
@@ -234,3 +236,13 @@ def test_no_workers_grade_in_this_process(file: str) -> None:
     # A grader that changes extra_info does not change the data.
     assert [pool.grade([counted])[0].score for counted in [sample("count")] * 2] == [1, 1]
     pool.close()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for count in range(4):  # the pipe, or the process, has no file left
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + count, limits[1])
+        )
+        try:
+            with pytest.raises(ConfigError, match=r"^reward\.grader = .*Too many open files"):
+                GraderPool(file, workers=2, limits=Limits(1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
