@@ -231,8 +231,8 @@ class ExportedPolicy:
         known = [*keys, *self.actions, "time_s"]
         unknown = [k for k in given if k not in known and k not in self.golden]
         if unknown or not set(given) & set(known):
-            names = ", ".join(known)
-            raise BundleError(f"recording: {unknown or 'nothing'} is not known; write {names}")
+            found = ", ".join(unknown or given) or "no array"
+            raise BundleError(f"write some of {', '.join(known)}: the recording has {found}")
         findings = []
         if "time_s" in given:
             findings += self._check_times(given["time_s"])

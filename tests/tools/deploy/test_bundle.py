@@ -281,7 +281,9 @@ def test_images_and_damaged_files(policy: Policy, tmp_path: Path) -> None:
         policy.compare(str(file))
     (line,) = policy.compare({"time_s": np.zeros(9)})
     assert line.startswith("control rate")
-    with pytest.raises(BundleError, match="'phase'"):
+    with pytest.raises(BundleError, match="the recording has episode"):
+        policy.compare({"episode": np.zeros(9)})
+    with pytest.raises(BundleError, match="has phase"):
         policy.compare({**recorded(policy), "phase": np.zeros(9)})
     out = shutil.copytree(policy.folder, tmp_path / "out")
     (out / "policy.onnx").write_bytes((out / "policy.onnx").read_bytes()[:500])
