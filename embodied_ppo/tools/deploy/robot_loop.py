@@ -98,7 +98,7 @@ class RobotLoop:
         *,
         command=None,
         seconds=None,
-        ramp_s=RAMP_S,
+        ramp_s=None,
         watchdog_s=None,
         late_steps=None,
         protect=True,
@@ -112,7 +112,7 @@ class RobotLoop:
             observe: Function of the state that returns the observation, see observation.py.
             command: The command [C]; None: zeros.
             seconds: Duration after the ramp; None: until it is stopped.
-            ramp_s: Duration of the movement to the home posture.
+            ramp_s: Duration of the movement to the home posture; None: RAMP_S.
             watchdog_s: The loop ends before a measurement is older than this, or targets are lost
                 for so long; None: 0.1 s, and at least 5 control steps more than the delays of
                 the training.
@@ -131,13 +131,14 @@ class RobotLoop:
         info, section = policy.info, robot_section(policy.info)
         self.section, self.step_s = section, info["control"]["step_s"]
         delay_steps = (np.array(section["action_delay_s"]) / self.step_s + 1e-6).astype(int)
+        ramp_s = RAMP_S if ramp_s is None else ramp_s
         if not (0 <= ramp_s < np.inf and (seconds is None or 0 < seconds < np.inf)):
             raise RobotError(f"write --ramp from 0, --seconds above 0: {ramp_s}, {seconds}")
         self.max_steps = None if seconds is None else round(seconds / self.step_s)
         self.ramp_s = ramp_s
         least = (section["obs_delay"] + delay_steps.max() + 3) * self.step_s
         self.watchdog_s = max(0.1, least + 2 * self.step_s) if watchdog_s is None else watchdog_s
-        if self.watchdog_s < least:
+        if not least <= self.watchdog_s < np.inf:
             raise RobotError(f"--watchdog {self.watchdog_s:g}: write at least {least:g} s")
         self.late_steps = LATE_STEPS if late_steps is None else late_steps
         if self.late_steps < 1:
@@ -145,8 +146,8 @@ class RobotLoop:
         self.late = self.stale = self.unsent = 0  # steps in a row
         names = section["command_names"]
         self.command = np.zeros(len(names)) if command is None else np.asarray(command, float)
-        if self.command.shape != (len(names),):
-            raise RobotError(f"--command: write {len(names)} numbers: {', '.join(names)}")
+        if self.command.shape != (len(names),) or not np.isfinite(self.command).all():
+            raise RobotError(f"--command: write {len(names)} finite numbers: {', '.join(names)}")
         # Action -> target: offset + scale · action, within the range of the control.
         (self.action,) = policy.actions.values()
         self.low, self.high = action_bounds(self.action)

@@ -529,15 +529,22 @@ def main(arguments=None):
     parser.add_argument("--command", type=float, nargs="+", help="of --mujoco and --loop")
     parser.add_argument("--seconds", type=float, help="duration of --mujoco and --loop")
     parser.add_argument("--log", metavar="NPZ", help="log that --mujoco or --loop writes")
-    parser.add_argument("--ramp", type=float, default=3.0, help="s to the home posture of --loop")
+    parser.add_argument("--ramp", type=float, help="s to the home posture of --loop (default: 3)")
     parser.add_argument("--watchdog", type=float, help="longest time without measurements, s")
     parser.add_argument("--late-steps", type=int, help="late steps in a row that stop (default: 3)")
     args = parser.parse_args(arguments)
+    names = [] if args.loop is not None else ["ramp", "watchdog", "late_steps"]
+    names += ["command", "seconds", "log"] if args.loop is args.mujoco is None else []
+    unused = [f"--{x.replace('_', '-')}" for x in names if getattr(args, x) is not None]
     try:
+        if unused:
+            raise BundleError(f"remove {' '.join(unused)}, or run a robot with --loop FILE")
         policy = ExportedPolicy(args.folder, expected_hz=args.expected_hz)
         print(f"replayed {len(policy.golden['episode'])} steps: no difference")
-        findings = policy.compare(args.compare, args.tolerance) if args.compare else []
-        if args.mujoco is not None or args.loop:
+        findings = []
+        if args.compare is not None:
+            findings += policy.compare(args.compare, args.tolerance)
+        if args.mujoco is not None or args.loop is not None:
             findings += load_file(policy.folder / "robot_loop.py").run(policy, args)
     except (OSError, ValueError, NotImplementedError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -553,7 +560,8 @@ def load_file(path):
     """Import a file of the bundle, or one that imports such files."""
     sys.path[:0] = {str(path.resolve().parent)} - set(sys.path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise BundleError(f"{path}: write the name of a file that ends with .py")
     sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

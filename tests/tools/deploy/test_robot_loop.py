@@ -478,19 +478,24 @@ def test_signal_stops_a_robot_of_a_file(policy: Policy, tmp_path) -> None:
 
 
 def test_stub_and_wrong_options_are_refused(policy: Policy, tmp_path, capsys) -> None:
-    common = ["--folder", str(policy.folder), "--loop"]
-    robot = str(policy.folder / "my_robot.py")
+    common, robot = ["--folder", str(policy.folder)], ["--loop", str(policy.folder / "my_robot.py")]
     for options, message in (
-        ([robot, "--watchdog", "0.01"], "--watchdog 0.01: write at least 0.1 s"),
-        ([robot, "--command", *["0"] * 5], "--command: write"),
-        ([robot, "--ramp", "-3"], "write --ramp from 0"),
-        ([robot, "--seconds", "inf"], "--seconds above 0: 3.0, inf"),
-        ([str(tmp_path / "none.py")], "does not exist"),
-        ([robot, "--log", str(tmp_path / "none" / "log.npz")], "No such file"),
+        ([*robot, "--watchdog", "0.01"], "--watchdog 0.01: write at least 0.1 s"),
+        ([*robot, "--watchdog", "inf"], "--watchdog inf: write"),
+        ([*robot, "--command", *["0"] * 5], "--command: write"),
+        ([*robot, "--command", "nan", "nan", "nan"], "--command: write"),
+        ([*robot, "--ramp", "-3"], "write --ramp from 0"),
+        ([*robot, "--seconds", "inf"], "--seconds above 0: 3.0, inf"),
+        (["--loop", str(tmp_path / "none.py")], "does not exist"),
+        (["--loop", str(policy.folder / "my_robot")], "a file that ends with .py"),
+        ([*robot, "--log", str(tmp_path / "none" / "log.npz")], "No such file"),
+        (["--mujoco", "--ramp", "3", "--late-steps", "2"], "error: remove --ramp --late-steps, or"),
+        (["--log", "x", "--seconds", "2"], "error: remove --seconds --log, or run"),
+        (["--compare", ""], "does not exist"),
     ):
         assert run_policy.main([*common, *options]) == 2
         assert message in capsys.readouterr().err
-    assert run_policy.main([*common, robot]) == 1  # the loop has stopped the stub of a robot
+    assert run_policy.main([*common, *robot]) == 1  # the loop has stopped the stub of a robot
     printed = capsys.readouterr()
     assert (printed.out + printed.err).count("NotImplementedError: my_robot.py: write read()") == 1
 
