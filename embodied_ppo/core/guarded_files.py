@@ -19,8 +19,9 @@ import stat
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from embodied_envs.base.errors import CheckpointError, one_line, show_path
 
@@ -30,7 +31,7 @@ MAX_ROWS_SIZE = 1 << 31  # largest size of metrics.jsonl, bytes
 MAX_PATH = 4095  # largest length of a path, bytes
 
 
-def open_regular(path: Path, *, follow_links: bool = True) -> BinaryIO:
+def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
     """Open a regular file for reading.
 
     Raises:
@@ -80,11 +81,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a regular file of any size, in hex. Raises OSError."""
-    digest = hashlib.sha256()
     with open_regular(path) as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_text(path: Path, limit: int = MAX_TEXT_SIZE, *, follow_links: bool = True) -> str:

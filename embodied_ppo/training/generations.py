@@ -61,11 +61,8 @@ def _rounded(x: Any) -> Any:
 def write(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     """Write a file under a temporary name, then rename it. Raises OSError."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f"{file.name}.new")
-    with open(temporary, "w", encoding="utf-8", errors="replace") as out:
-        for line in lines:
-            out.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
-    temporary.replace(file)
+    rows = [json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines]
+    guarded_files.replace_file(file, "".join(rows).encode(errors="replace"))
 
 
 def drop(run_dir: Path, completed_updates: int) -> None:
