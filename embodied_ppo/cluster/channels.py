@@ -12,7 +12,7 @@ import socket
 import struct
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import ProcessLost
+from embodied_ppo.training.checkpoint import serialize
 
 # A tensor, None, or a dictionary of values, nested to any depth.
 Value = Tensor | dict[str, Any] | None
@@ -87,13 +88,7 @@ def unpack(header: bytes, payload: Tensor) -> Message:
         payload: uint8 [bytes]. The tensors of the message share its memory.
     """
     method, target, data, structure, types = json.loads(header)
-    leaves, offset = list[Tensor](), 0
-    for name, shape in types:
-        # Views of the payload, without a copy.
-        dtype = getattr(torch, name)
-        size = torch.Size(shape).numel() * dtype.itemsize
-        leaves.append(payload[offset : offset + size].view(dtype).view(shape))
-        offset += size + -size % ALIGN
+    leaves = tensor_views(payload, types)
 
     def fill(x: Any) -> Value:
         if isinstance(x, Mapping):
@@ -101,6 +96,22 @@ def unpack(header: bytes, payload: Tensor) -> Message:
         return None if x is None else leaves[x]
 
     return Message(method, target, data, fill(structure))
+
+
+def tensor_views(buffer: Tensor, types: Iterable[tuple[str, Sequence[int]]]) -> list[Tensor]:
+    """Return the tensors in a buffer, uint8 [bytes], as views of its memory.
+
+    Args:
+        buffer: The bytes of the tensors, each from a multiple of ``ALIGN`` on.
+        types: dtype and shape of each tensor, in order.
+    """
+    views, offset = list[Tensor](), 0
+    for name, shape in types:
+        dtype = getattr(torch, name)
+        size = torch.Size(shape).numel() * dtype.itemsize
+        views.append(buffer[offset : offset + size].view(dtype).view(shape))
+        offset += size + -size % ALIGN
+    return views
 
 
 def _digest(secret: str) -> bytes:
@@ -389,9 +400,7 @@ def serialize_state(state: Mapping[str, Any] | None) -> Tensor | None:
     """Return a state in the format of torch.save, uint8 [bytes]; None for None."""
     if state is None:
         return None
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(serialize(state)), dtype=torch.uint8)
 
 
 def deserialize_state(data: Value) -> dict[str, Any]:

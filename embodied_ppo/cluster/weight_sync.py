@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from embodied_ppo.cluster.channels import ALIGN, tensor_views
 from embodied_ppo.core.collectives import Ranks
 from embodied_ppo.core.errors import PlacementError
 
-ALIGN = 16  # alignment of each tensor in the buffer, bytes
 BUCKET = 256 << 20  # bytes that are sent in one operation; bounds the extra memory of a transfer
 
 
@@ -57,13 +57,7 @@ class WeightLayout:
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the tensors in a buffer, uint8 [total], as views of its memory."""
-        views = []
-        # Each view begins at an aligned offset, and is as long as its tensor.
-        for chunk, (_, name, shape) in zip(buffer.split(self.sizes), self.entries, strict=True):
-            dtype = getattr(torch, name)
-            size = torch.Size(shape).numel() * dtype.itemsize
-            views.append(chunk[:size].view(dtype).view(shape))
-        return views
+        return tensor_views(buffer, [(dtype, shape) for _, dtype, shape in self.entries])
 
     def check(self, other: WeightLayout, process: str) -> None:
         """Check that two layouts have the same names and shapes in order; dtypes may differ.
