@@ -425,17 +425,6 @@ class CompileSchedule:
             self._library.close()
 
 
-class _Program(nn.Module):
-    """Wrap a graph as a module, which torch.export needs."""
-
-    def __init__(self, graph: nn.Module) -> None:
-        super().__init__()
-        self.graph = graph
-
-    def forward(self, *tensors: Tensor) -> Any:
-        return self.graph(*tensors)
-
-
 def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) -> None:
     """Trace a program and its backward pass, compile it and write the library to ``path``."""
     import torch._inductor
@@ -450,7 +439,7 @@ def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) ->
         ]
         graph = trace(program, example)
         with torch.no_grad():
-            exported = torch.export.export(_Program(graph), tuple(example), strict=False)
+            exported = torch.export.export(graph, tuple(example), strict=False)
         temporary = path.with_name(f"{path.stem}.{os.getpid()}.pt2")
         torch._inductor.aoti_compile_and_package(
             exported,

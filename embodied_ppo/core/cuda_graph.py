@@ -76,13 +76,6 @@ def record_graph(
 FUSED_BYTES = 1 << 28
 
 
-def _is_fused(example: Example) -> bool:
-    """Return whether the kernels of a program are fused."""
-    size = sum(x.nbytes for x in example.state)
-    is_small = example.arguments[0].is_cuda and size <= FUSED_BYTES
-    return is_small and not is_compilation_disabled()
-
-
 def fuse(program: Callable[..., Any], tensors: Sequence[Tensor]) -> Callable[..., Any]:
     """Return a program whose elementwise operations and reductions are few kernels.
 
@@ -128,15 +121,15 @@ class CudaGraph:
         # Tensor that each argument is a copy of, and its version.
         self.last: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self.arguments)
         tensors = [*example.state, *self.arguments]
-        program = example.program
-        if _is_fused(example):
+        program, device = example.program, self.arguments[0].device
+        is_small = sum(x.nbytes for x in example.state) <= FUSED_BYTES
+        if device.type == "cuda" and is_small and not is_compilation_disabled():
             program = fuse(program, tensors)
 
         def warm_up() -> None:
             for _ in range(3):
                 program(*tensors)
 
-        device = self.arguments[0].device
         self.graph, result = record_graph(lambda: program(*tensors), device, warm_up=warm_up)
         self.results = [result] if isinstance(result, Tensor) else list(result)
 
