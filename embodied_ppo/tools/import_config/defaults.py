@@ -42,9 +42,9 @@ def with_members(content: Mapping[str, Any], folder: Path) -> Mapping[str, Any]:
             package = package.strip() or str(Path(source).parent).replace("/", ".")
             for part in reversed([part for part in package.split(".") if part]):
                 member = {part: member}
-            merged = _merge(merged, member)
+            merged = loader.merged(merged, member)
     rest = {key: value for key, value in content.items() if key != "defaults"}
-    return _merge(merged, {**({"defaults": unfollowed} if unfollowed else {}), **rest})
+    return loader.merged(merged, {**({"defaults": unfollowed} if unfollowed else {}), **rest})
 
 
 def _member(folder: Path, name: str) -> Mapping[str, Any] | None:
@@ -57,17 +57,6 @@ def _member(folder: Path, name: str) -> Mapping[str, Any] | None:
     except (yaml.YAMLError, ValueError, OSError):
         return None
     return None if not isinstance(content, Mapping) or exceeds_limit(content) else content
-
-
-def _merge(base: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``base`` with the options of ``other``, section by section."""
-    merged = dict(base)
-    for key, value in other.items():
-        before = merged.get(key)
-        if isinstance(before, Mapping) and isinstance(value, Mapping):
-            value = _merge(before, value)
-        merged[key] = value
-    return merged
 
 
 def exceeds_limit(content: Any) -> bool:

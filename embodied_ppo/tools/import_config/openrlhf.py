@@ -20,9 +20,7 @@ def max_length(value: Any, source: Source) -> Answer:
     """Map the tokens of prompt and response together."""
     response = source.get("rollout.max_new_tokens")
     if response is None or response >= value:
-        return Reason(
-            "prompt and response together; write algorithm.prompt_length and response_length"
-        )
+        return REASONS["LENGTHS"]
     return {"algorithm.prompt_length": value - response}
 
 
@@ -92,9 +90,7 @@ def differences_of(source: Source) -> dict[str, str]:
 
 # Rules of one expression.
 SIMPLE = {
-    "prompts": lambda value, source: rules.whole_prompts(
-        value, source.get("rollout.n_samples_per_prompt", 1)
-    ),
+    "prompts": rules.prompts("rollout.n_samples_per_prompt"),
     "token_limit": lambda value, source: source.get("train.max_tokens_per_gpu", 16192),
     "clip_range": lambda value, source: {
         f"algorithm.clip_ratio_{x}": y for x, y in zip(SIDES, value)

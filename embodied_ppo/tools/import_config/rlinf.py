@@ -15,8 +15,8 @@ from embodied_ppo.tools.import_config.table import REASONS, Answer, Framework, R
 
 # Their losses that have a counterpart here.
 LOSSES = ("actor_critic", "actor", "decoupled_actor_critic")
-# Their types of models -> ``model.policy``; mlp_policy is actor_critic.
-POLICIES = {"openvla": "token", "openvla_oft": "token", "openpi": "flow"}
+# Their types of models -> options of ours.
+MODELS: dict[str, dict[str, Any]] = table.read_table("rlinf")["models"]
 OPENVLA = ("openvla", "openvla_oft")
 SUITES = ("libero_spatial", "libero_object", "libero_goal", "libero_10", "libero_90")
 # Suites and cameras of LIBERO's adapter, whose module needs torch.
@@ -108,13 +108,6 @@ def parse_ranks(text: Any) -> Any:
     return ranks[0] if len(ranks) == 1 else ranks
 
 
-def variant(source: Source, file: str) -> Framework:
-    """Return RLINF. Raises ConfigError for a program that does not exist here."""
-    if trains_robot(source):
-        refuse_unsupported(source, file)
-    return RLINF
-
-
 # ------------------------------------------------------------------------------------------- robots
 def model_type(source: Source) -> str | None:
     """Return their type of the model, None if the file has none."""
@@ -148,8 +141,10 @@ def simulator(source: Source) -> str | None:
     return None if suite in SUITES else str(suite)
 
 
-def refuse_unsupported(source: Source, file: str) -> None:
-    """Raise ConfigError for a file whose algorithm or model does not exist here."""
+def variant(source: Source, file: str) -> Framework:
+    """Return RLINF. Raises ConfigError where a robot's algorithm or model does not exist here."""
+    if not trains_robot(source):
+        return RLINF
     label = shorten(file, 90)
     loss = source.get("algorithm.loss_type", source.get("algorithm.adv_type"))
     for option, does in (
@@ -164,7 +159,7 @@ def refuse_unsupported(source: Source, file: str) -> None:
             " exist here"
         )
     model = model_type(source)
-    missing = model if model not in (None, "mlp_policy", *POLICIES) else None
+    missing = model if model not in (None, *MODELS) else None
     if model == "openvla_oft" and source.get("actor.model.use_proprio", False):
         official = source.get("actor.model.implement_version") == "official"
         missing = "openvla_oft with proprioception (use_proprio)" if official else None
@@ -175,6 +170,7 @@ def refuse_unsupported(source: Source, file: str) -> None:
             f" {missing}, which does not exist here"
             + (f", and neither does the simulator {also}" if also else "")
         )
+    return RLINF
 
 
 def missing_options(source: Source) -> dict[str, str]:
@@ -331,7 +327,7 @@ def env_type(value: Any, source: Source) -> Answer:
     elif (tasks := source.get("env.train.task_id_filter")) is not None:
         kwargs["tasks"] = tasks
     answer["env.kwargs"] = kwargs
-    if model_type(source) in POLICIES:
+    if model_type(source) in (*OPENVLA, "openpi"):
         images = int(source.get("actor.model.num_images_in_input", 1))
         answer["env.cameras"] = CAMERAS[: 1 + (model_type(source) == "openpi" or images > 1)]
     return answer
@@ -344,22 +340,9 @@ def model(value: Any, source: Source) -> Answer:
     Their mlp_policy reads the state, has a separate value network, unnormalised observations and an
     initial standard deviation of e^-0.5. The value loss of OpenVLA trains its language model.
     """
-    if value == "mlp_policy":
-        return {
-            "model.policy": "actor_critic",
-            "model.shared_backbone": False,
-            "model.normalize_obs": False,
-            "model.init_log_std": -0.5,
-        } | (
-            {"model.actor_obs": ["state"], "model.critic_obs": ["state"]}
-            if source.has("env.train.") and simulator(source) is None
-            else {}
-        )
-    answer: dict[str, Any] = {"model.policy": POLICIES[value]}
-    if value in OPENVLA:
-        answer["model.detach_value"] = False
-    if value == "openvla":
-        answer["model.decode"] = "autoregressive"
+    answer = dict(MODELS[value])
+    if value == "mlp_policy" and source.has("env.train.") and simulator(source) is None:
+        answer |= {"model.actor_obs": ["state"], "model.critic_obs": ["state"]}
     if value == "openvla_oft" and source.get("actor.model.implement_version") is None:
         answer["model.omit_stop_token"] = True  # their only implementation before this option
     return answer
@@ -369,10 +352,7 @@ def config_name(value: Any, source: Source) -> Answer:
     """Map the name of openpi's configuration, if it is known and computed here."""
     if value in openpi_configs.CONFIGS and not openpi_configs.CONFIGS[value].adapts:
         return {"model.config_name": value}
-    return Reason(
-        "unknown, or converts ALOHA's joints; write model.delta_actions=[..], to which the state is"
-        " added, and for π0.5 model.discrete_state_input"
-    )
+    return REASONS["OPENPI_NAME"]
 
 
 def precision(value: Any, source: Source) -> Answer:

@@ -15,10 +15,6 @@ SUM_NORM = "seq-mean-token-sum-norm"
 OLD_NORM = (
     "of ROLL before 25 September 2025; later versions read norm_mean_type and norm_std_type instead"
 )
-RUNNING = Reason(
-    "their code keeps a running mean and deviation of the scores; reward_norm=running here divides"
-    " by the running deviation of the discounted return; write algorithm.reward_norm=batch"
-)
 GROUP_NORM = Reason("adv_estimator=grpo sets both to group there, too")
 # Largest number of devices in a range.
 MAX_DEVICES = 100_000
@@ -177,7 +173,7 @@ def old_norm(value: Any, source: Source) -> Answer:
     if source.get("adv_estimator") == "grpo":
         return GROUP_NORM
     if value == "running":
-        return RUNNING
+        return REASONS["RUNNING"]
     by = "mean" if source.get("reward_shift", False) else "mean_std"
     return {"algorithm.reward_norm": value, "algorithm.reward_norm_by": by}
 
@@ -187,7 +183,7 @@ def norm(value: Any, source: Source) -> Answer:
     if source.get("adv_estimator") == "grpo":
         return GROUP_NORM
     if "running" in (mean, std):
-        return RUNNING
+        return REASONS["RUNNING"]
     if None not in (mean, std) and mean != std:
         return Reason("mean and deviation are both of the batch, or both of the group, here")
     return {
@@ -213,10 +209,6 @@ def sum_norm_factor(source: Source) -> float | None:
         length = source.get("response_length") + source.get("prompt_length", 1024)
     dynamic = source.get("actor_train.use_dynamic_batching_in_train")
     return None if length is None or responses is None or dynamic else (length - 1) / responses
-
-
-def dual_clip(value: Any, source: Source) -> Any:
-    return 1 + 2 * source.get("pg_clip", 0.2) if value else None
 
 
 def target_kl(value: Any, source: Source) -> Answer:
@@ -254,6 +246,7 @@ ROLL = load(
         "warmup_fraction": rules.warmup_fraction(lambda source: source.get("max_steps")),
         "actor_warmup_steps": rules.warmup_steps(steps_per_update("actor_train")),
         "critic_warmup_steps": rules.warmup_steps(steps_per_update("critic")),
+        "dual_clip": lambda value, source: 1 + 2 * source.get("pg_clip", 0.2) if value else None,
         "actor_batch": batch("actor_train"),
         "critic_batch": batch("critic"),
     },

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from embodied_ppo.options.schema import AlgorithmConfig
-from embodied_ppo.tools.import_config.table import Answer, Reason, Rule, Source, read_table
+from embodied_ppo.tools.import_config.table import REASONS, Answer, Reason, Rule, Source, read_table
 
 
 def engine(value: Any, source: Source) -> Answer:
@@ -15,9 +15,7 @@ def engine(value: Any, source: Source) -> Answer:
     names = {"vllm": "vllm", "hf": "builtin", "huggingface": "builtin"}
     if value in names:
         return {"rollout.engine": names[value]}
-    return Reason(
-        "the engines here are builtin (the default) and vllm; write rollout.engine=vllm for vllm"
-    )
+    return REASONS["ENGINES"]
 
 
 def evaluation_temperature(value: Any, source: Source) -> dict[str, Any]:
@@ -59,6 +57,11 @@ def whole_prompts(responses: int, group: int) -> Any:
     if not group or responses % group:
         return Reason(f"write {{to}}, in prompts: {responses} is no multiple of {group}")
     return responses // group
+
+
+def prompts(group_size: str) -> Rule:
+    """Map a number of responses, of which the option ``group_size`` belong to each prompt."""
+    return lambda value, source: whole_prompts(value, source.get(group_size, 1))
 
 
 def adam_betas(prefix: str = "adam_beta") -> Rule:

@@ -54,9 +54,7 @@ def differences_of(source: Source) -> dict[str, str]:
 
 # Rules of one expression.
 SIMPLE = {
-    "prompts": lambda value, source: rules.whole_prompts(
-        value, source.get("n-samples-per-prompt", 1)
-    ),
+    "prompts": rules.prompts("n-samples-per-prompt"),
     "steps": lambda value, source: rules.whole_prompts(source.get("rollout-batch-size", 0), value),
     # Names and files in turn; one value is a file.
     "evaluation_files": lambda value, source: [value] if isinstance(value, str) else value[1::2],

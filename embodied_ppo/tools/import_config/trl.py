@@ -124,9 +124,7 @@ def scale_rewards(value: Any, source: Source) -> Any:
     if value in (True, "group"):
         return "grpo"
     if value not in (False, "none"):
-        return Reason(
-            "algorithm.adv_type=grpo divides by that of the group, theirs by that of the batch"
-        )
+        return REASONS["BATCH_NORM"]
     divides = source.get("loss_type", "dapo") == "grpo"  # by the length of each response
     return "reinforce_plus_plus_baseline" if divides else "dr_grpo"
 

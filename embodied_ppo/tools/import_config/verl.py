@@ -59,9 +59,7 @@ def estimator(value: Any, source: Source) -> Answer:
 def aggregation(value: Any, source: Source) -> Answer:
     """Map the aggregation of the loss; the critic has the actor's unless the file sets another."""
     if source.get(LOSS_MODE) == "gspo":
-        return Reason(
-            "not read by verl, either: policy_loss.loss_mode=gspo uses seq-mean-token-mean"
-        )
+        return REASONS["OF_GSPO"]
     both = value != "token-mean" and source.get("critic.loss_agg_mode") is None
     both = both and source.get("algorithm.adv_estimator", "gae") == "gae"
     return {"algorithm.loss_agg_func": value} | ({"critic.loss_agg_func": value} if both else {})
@@ -94,11 +92,6 @@ def group_filter(value: Any, source: Source) -> Answer:
 
 
 # ------------------------------------------------------------------------------------ batches, data
-def micro_batch_of_all(value: Any, source: Source) -> int:
-    """Map the deprecated micro-batch size, which counts all devices together."""
-    return max(1, value // count_gpus(source))
-
-
 def token_limit(value: Any, source: Source) -> Any:
     """Map micro-batches of a number of tokens; their default is 16384."""
     return source.get(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
@@ -157,18 +150,20 @@ def trajectories(value: Any, source: Source) -> Answer:
     return {"algorithm.global_batch_size": value * -(-LONGEST // chunk_size(source))}
 
 
-def images(value: Any, source: Source) -> Answer:
-    return {"env.cameras": CAMERAS[: 1 + (value > 1)]}
-
-
 def unnorm_key(value: Any, source: Source) -> Answer:
     """Map the name of the statistics; their code adds the suffix of LIBERO's data sets."""
     suffix = "" if str(value).endswith("_no_noops") else "_no_noops"
     return {"model.unnorm_key": f"{value}{suffix}"}
 
 
-def simplevla(source: Source, file: str) -> Framework:
-    """Return the framework of a script. Raises ConfigError for a simulator without adapter."""
+def variant(source: Source, file: str) -> Framework:
+    """Return VERL, or SimpleVLA-RL's options for its scripts.
+
+    Raises:
+        ConfigError: The simulator of a script has no adapter.
+    """
+    if source.get(f"{MODEL}.vla") is None:
+        return VERL
     name = source.get("data.task_suite_name", "libero_10")
     if name not in SUITES:
         raise ConfigError(
@@ -183,11 +178,6 @@ def simplevla(source: Source, file: str) -> Framework:
     )
 
 
-def variant(source: Source, file: str) -> Framework:
-    """Return VERL, or SimpleVLA-RL's options for its scripts. Raises ConfigError."""
-    return VERL if source.get(f"{MODEL}.vla") is None else simplevla(source, file)
-
-
 VERL = load(
     "verl",
     {
@@ -196,6 +186,9 @@ VERL = load(
         "clip_ratio": rules.clip_ratio(ACTOR, 0.2),  # actor.yaml sets both sides to 0.2
         "warmup_steps": rules.warmup_steps(),
         "warmup_fraction": rules.warmup_fraction(updates),
+        # The deprecated size counts all devices together.
+        "micro_batch_of_all": lambda value, source: max(1, value // count_gpus(source)),
+        "images": lambda value, source: {"env.cameras": CAMERAS[: 1 + (value > 1)]},
         # The actor learns from update N on, the first update being 1.
         "updates_before": lambda value, source: max(0, value - 1),
     },
