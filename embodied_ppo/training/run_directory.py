@@ -22,6 +22,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 import torch
+import yaml
 
 from embodied_envs.base import watchdog
 from embodied_envs.base.errors import ConfigError, join_names, show, show_path
@@ -35,42 +36,16 @@ from embodied_ppo.options.schema import Config
 from embodied_ppo.training import checkpoint
 from embodied_ppo.training.run_files import METRICS, PARENT, Parent
 
-# Options that may change on resume without a message; all other changes are reported.
-FREE_ON_RESUME = (
-    *("updates", "env_steps", "save_every", "keep_last", "eval_every", "evaluation", "run_dir"),
-    *("resume", "name", "description", "allow_changed_task"),
-    "trackers",
-)
-# Options that change results by rounding only; one line reports all changes.
-ROUNDING_OPTIONS = ("device", "threads", "compile")
-SAME_FUNCTION = ("mode", "model.policy", "model.activation", "model.decode")
-SAME_FUNCTION += ("model.distribution", "model.actor_obs", "env.action_mapping", "env.action_chunk")
-# Options that change the function which the same weights compute.
-SAME_FUNCTION += ("model.state_dependent_std", "model.obs_eps", "model.base_inputs")
-SAME_FUNCTION += ("model.obs_clip", "model.lora_alpha")
-# Options that must not change on resume.
-FIXED_ON_RESUME = (
-    *("mode", "algorithm.horizon", "algorithm.rollout_epoch", "env.num_envs", "seed", "teacher"),
-    # With other values the same weights are another function.
-    *("model.activation", "model.state_dependent_std", "model.decode", "model.distribution"),
-    "model.base_inputs",
-    # With other values the weights do not fit the model, or belong to other observations.
-    *("model.policy", "model.hidden", "model.critic_hidden", "model.shared_backbone"),
-    *("model.actor_obs", "model.critic_obs"),
-)
-# The same where a run has several tasks, whose indices and environments they set.
-TASKS = ("env.id", "env.tasks", "env.task_weights")
-FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
+# Kind -> names of options: what each may change in a run that starts from a checkpoint.
+_TABLE = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+_OPTIONS: dict[str, tuple[str, ...]] = {kind: tuple(x.split()) for kind, x in _TABLE.items()}
+FREE_ON_RESUME, FIXED_ON_RESUME = _OPTIONS["free_on_resume"], _OPTIONS["fixed_on_resume"]
+ROUNDING_OPTIONS, SAME_FUNCTION = _OPTIONS["rounding"], _OPTIONS["same_function"]
+TASKS, PATHS, SOURCES = _OPTIONS["tasks"], _OPTIONS["paths"], _OPTIONS["sources"]
 # Files that a run writes into its directory.
+FILES = ("config.yaml", "metrics.jsonl", "log.txt", "summary.json", "trackers.json")
 FILES += (PARENT, "metrics.sha256")
 LOCK = ".lock"  # name of the file in a run directory that the training process locks
-
-
-PATHS = ("model.checkpoint", "cloning.dataset", "teacher", "initial_policy", "actor.model.path")
-# Options that are paths.
-PATHS += ("actor.tokenizer", "critic.model.path", "data.train", "data.eval", "reward.model.path")
-# Options that are FILE.py:NAME, or names that are no paths.
-SOURCES = ("model.network", "reward.grader")
 
 
 def absolute(config: Config) -> Config:
