@@ -175,9 +175,8 @@ def describe_own_options(command: str) -> str:
     if command not in OWN_OPTIONS:
         return ""
     cls = OWN_OPTIONS[command]
-    options = [o for o in describe(cls).values() if "." not in o.path]
     rows = []
-    for o in options:
+    for o in (option for option in describe(cls).values() if "." not in option.path):
         reader = readers(cls)[o.path]
         needed = "; ".join(condition.text for condition in reader.conditions)
         meaning = f"({reader.mode}) " if reader.mode else ""

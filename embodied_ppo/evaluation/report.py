@@ -6,7 +6,6 @@ import base64
 import itertools
 import json
 import math
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -358,7 +357,11 @@ def learning_curves(rows: Iterable[Mapping[str, Any]], unit: Unit) -> list[Chart
         unit: Unit of the x axis; rows without it are left out.
     """
     drawn = {unit, *itertools.chain(*CURVES)}
-    rows = [{tag: x for tag, x in row.items() if tag in drawn and _finite(x)} for row in rows]
+    # Rows have None, or NaN, for a mean without samples.
+    rows = [
+        {tag: x for tag, x in row.items() if tag in drawn and x is not None and math.isfinite(x)}
+        for row in rows
+    ]
     charts = []
     for tags in CURVES:
         series = {}
@@ -397,8 +400,3 @@ def rows(run_dir: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a run's metrics.jsonl; damaged, overlong and torn lines are left out."""
     if (run_dir / METRICS).is_file():
         yield from (row for _, row in metric_rows(run_dir) if row is not None)
-
-
-def _finite(x: Any) -> bool:
-    """Return whether x is a number that fits in a float; JSON has integers of any size."""
-    return isinstance(x, (int, float)) and abs(x) <= sys.float_info.max

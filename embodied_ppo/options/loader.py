@@ -298,13 +298,11 @@ def _coerce(hint: Any, value: Any, path: str, label: str) -> Any:
     """Return ``value`` converted to the type ``hint``. Raises ConfigError where it does not fit."""
     if isinstance(value, str) and value == "???":
         raise _wrong(hint, value, path, label, "has no value yet")
-    if get_origin(hint) is Annotated:
-        base, *limits = get_args(hint)
-        converted = _coerce_plain(base, value, path, label, hint)
-        if not all(limit.allows(converted) for limit in limits):
-            raise _wrong(hint, value, path, label)
-        return converted
-    return _coerce_plain(hint, value, path, label, hint)
+    base, *limits = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+    converted = _coerce_plain(base, value, path, label, hint)
+    if not all(limit.allows(converted) for limit in limits):
+        raise _wrong(hint, value, path, label)
+    return converted
 
 
 def _coerce_plain(hint: Any, value: Any, path: str, label: str, shown: Any) -> Any:
