@@ -23,7 +23,7 @@ from embodied_envs.types import VectorEnv
 from embodied_ppo.cluster import run_plan
 from embodied_ppo.commands import main
 from embodied_ppo.core import compile
-from embodied_ppo.core.types import Mean
+from embodied_ppo.core.types import Mean, Trajectory
 from embodied_ppo.options import loader, validation
 from embodied_ppo.options.batch_sizes import total_updates
 from embodied_ppo.options.schema import Config
@@ -205,6 +205,15 @@ def build_cluster_system(c: Config, run_dir: Path, stack: ExitStack) -> Any:
     system: Any = build_system(spec, Messages(print), stack).system
     stack.callback(system.close)
     return system
+
+
+def trajectory(reward: Tensor, **fields: Any) -> Trajectory:
+    """Return a trajectory of version 0; fields that are not given: no ends, no masks, zeros."""
+    zero, flag = torch.zeros_like(reward), torch.zeros_like(reward, dtype=torch.bool)
+    version = torch.zeros(reward.shape[:2], dtype=torch.int64)
+    fields = {"replay": {}, "value": zero, "next_value": zero, "mask": ~flag} | fields
+    fields = {"terminated": flag, "truncated": flag, "version": version} | fields
+    return Trajectory(reward=reward, **fields)
 
 
 def free_ray_cpus(expected: float = 8.0) -> float:

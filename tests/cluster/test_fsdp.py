@@ -156,9 +156,8 @@ def _build_policy(kind: str, folder: Path, options: dict[str, Any]) -> tuple[Any
     if kind == "smolvla":
         obs = random_observations(test_smolvla.SPEC, T * N, 0)
         return test_smolvla.make(folder / kind, **options), obs
-    return test_vla_checkpoints.policy_of(
-        folder / kind, **options
-    ), test_vla_checkpoints.observations(T * N)
+    policy = test_vla_checkpoints.policy_of(folder / kind, **options)
+    return policy, test_vla_checkpoints.observations(T * N)
 
 
 @torch.no_grad()
@@ -167,19 +166,16 @@ def experience(policy: Policy, obs: Any, seed: int) -> Trajectory:
     g = torch.Generator().manual_seed(seed)
     d = policy.act(policy.encode(obs), noise=policy.noise(T * N, g))
     obs, d = (tree.map(lambda x: x.unflatten(0, (T, N)), part) for part in (obs, d))
-    terminated = torch.rand(T, N, generator=g) < 0.15
-    return Trajectory(
+    return run_helpers.trajectory(
+        torch.randn(T, N, generator=g),
         obs=obs,
         action=d.action,
         log_prob=d.log_prob + 0.1 * torch.randn(d.log_prob.shape, generator=g),
         value=d.value,
         replay=d.replay,
         next_value=torch.randn(T, N, generator=g),
-        reward=torch.randn(T, N, generator=g),
-        terminated=terminated,
-        truncated=torch.zeros_like(terminated),
+        terminated=torch.rand(T, N, generator=g) < 0.15,
         mask=torch.rand(T, N, generator=g) < 0.9,
-        version=torch.zeros(T, N, dtype=torch.int64),
     )
 
 
@@ -434,15 +430,14 @@ def acting_alone(folder: Path, acts: bool) -> Any:
         learner.update(t, update=i)
         ranks.unshard(policy)
         if acts and ranks.rank == 0:  # the other ranks do not act
-            d = policy.act(
-                policy.encode(tree.index(t.obs, 0)), noise=policy.noise(len(t.mask[0]), _seeded(i))
-            )
-            log_prob = d.log_prob
+            log_prob = first_log_prob(policy, t, i)
     return ranks.full_state(policy.state_dict()), log_prob
 
 
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def first_log_prob(policy: Any, t: Trajectory, seed: int) -> torch.Tensor:
+    """Return the log-probabilities of actions that are sampled for the first row."""
+    noise = policy.noise(len(t.mask[0]), torch.Generator().manual_seed(seed))
+    return policy.act(policy.encode(tree.index(t.obs, 0)), noise=noise).log_prob
 
 
 def test_one_rank_can_act_alone_with_gathered_weights(processes: Processes, folder: Path) -> None:
@@ -452,11 +447,7 @@ def test_one_rank_can_act_alone_with_gathered_weights(processes: Processes, fold
     local, rollouts = learner_of("tokens, one by one", folder, {}, {}, Ranks())
     local.optimizer.model.load_state_dict(state)
     t = tree.map(lambda x: x.chunk(processes.world, dim=1)[0], rollouts[UPDATES - 1])
-    d = local.policy.act(
-        local.policy.encode(tree.index(t.obs, 0)),
-        noise=local.policy.noise(len(t.mask[0]), _seeded(UPDATES - 1)),
-    )
-    assert torch.equal(log_prob, d.log_prob)
+    assert torch.equal(log_prob, first_log_prob(local.policy, t, UPDATES - 1))
 
 
 # With one minibatch, results do not depend on the number of ranks.

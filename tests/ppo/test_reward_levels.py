@@ -50,20 +50,18 @@ def test_action_level_advantages_by_hand() -> None:
     Column 0 terminates there, column 1 is cut by the clock and its true successor has V = 10.
     """
     values = torch.tensor([[1.0, 2, 3], [4, 5, 6]])
-    trajectory = Trajectory(
+    trajectory = run_helpers.trajectory(
+        torch.tensor([[1.0, 4, 0], [1, 1, 1]]).unsqueeze(1).expand(2, 2, C),
         obs=torch.zeros(2, 2, OBS),
         action=torch.zeros(2, 2, C * A),
         log_prob=torch.zeros(2, 2, C, A),
         value=values.unsqueeze(1).expand(2, 2, C),
-        replay={},
         # V of what follows each action: the plan's next action, or the true successor of the last
         # one executed
         next_value=torch.tensor([[[2.0, 0, 0], [2, 10, 0]], [[5, 6, 8], [5, 6, 8]]]),
-        reward=torch.tensor([[1.0, 4, 0], [1, 1, 1]]).unsqueeze(1).expand(2, 2, C),
         terminated=torch.tensor([[[0, 1, 0], [0, 0, 0]], [[0, 0, 0], [0, 0, 0]]]).bool(),
         truncated=torch.tensor([[[0, 0, 0], [0, 1, 0]], [[0, 0, 0], [0, 0, 0]]]).bool(),
         mask=torch.tensor([[[1, 1, 0], [1, 1, 0]], [[1, 1, 1], [1, 1, 1]]]).bool(),
-        version=torch.zeros(2, 2, dtype=torch.int64),
     )
     options = run_helpers.options("""reward_type=action_level gamma=0.5 gae_lambda=0.5
         minibatch_unit=column""")
@@ -88,18 +86,18 @@ def random_trajectory(learner: PPO, *, seed: int = 0) -> Trajectory:
     ends = torch.zeros(T, N, C, dtype=torch.bool)
     ends[1, 0, 0], ends[2, 1, 1] = True, True
     noise = 0.1 * torch.randn(T, N, C, A, generator=g)
-    return Trajectory(
+    value = decision.value.unflatten(0, (T, N)) + 0.3 * torch.randn(T, N, C, generator=g)
+    next_value = torch.randn(T, N, C, generator=g)
+    return run_helpers.trajectory(
+        torch.randn(T, N, C, generator=g) * executed,
         obs=obs,
         action=decision.action.unflatten(0, (T, N)),
         log_prob=decision.log_prob.unflatten(0, (T, N)) + noise,
-        value=decision.value.unflatten(0, (T, N)) + 0.3 * torch.randn(T, N, C, generator=g),
-        replay={},
-        next_value=torch.randn(T, N, C, generator=g),
-        reward=torch.randn(T, N, C, generator=g) * executed,
+        value=value,
+        next_value=next_value,
         terminated=ends & torch.tensor([True, False, True]).view(1, N, 1),
         truncated=ends & torch.tensor([False, True, False]).view(1, N, 1),
         mask=executed,
-        version=torch.zeros(T, N, dtype=torch.int64),
     )
 
 
@@ -124,16 +122,11 @@ def reference_loss(learner: PPO, t: Trajectory, level: str) -> Tensor:
             advantage = delta + (0.0 if end else c.gamma * c.gae_lambda * following)
             following = advantage
             now, before = log_prob[k, n, i], t.log_prob[k, n, i].double()
-            parts = (
-                [(now.sum(), before.sum())]
-                if level == "action_level"
-                else list(zip(now, before, strict=True))
-            )
-            for new, acted in parts:
+            parts = list(zip(now, before, strict=True))
+            for new, acted in [(now.sum(), before.sum())] if level == "action_level" else parts:
                 ratio = (new - acted).exp()
-                policy_terms.append(
-                    -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-                )
+                clipped = ratio.clamp(0.8, 1.2)
+                policy_terms.append(-torch.minimum(ratio * advantage, clipped * advantage))
             near = old + (value[k, n, i] - old).clamp(-0.2, 0.2)
             errors = ((old + advantage - x) ** 2 / 2 for x in (value[k, n, i], near))
             value_terms.append(torch.maximum(*errors))
@@ -147,13 +140,8 @@ def reference_loss(learner: PPO, t: Trajectory, level: str) -> Tensor:
     "more", [{}, {"minibatch_unit": "column"}, {"micro_batch_size": 5}], ids=str
 )
 def test_gradient_equals_float64_reference(level: str, more: dict[str, Any]) -> None:
-    options = {
-        "reward_type": "action_level",
-        "logprob_type": level,
-        "entropy_bonus": 0.01,
-        "huber_delta": None,
-    }
-    learner = make_learner({**options, **more})
+    options = {"reward_type": "action_level", "logprob_type": level, "entropy_bonus": 0.01}
+    learner = make_learner({**options, "huber_delta": None, **more})
     t = random_trajectory(learner)
     module: Any = learner.policy
     reference_loss(learner, t, level).backward()
@@ -171,14 +159,11 @@ def test_gradient_equals_float64_reference(level: str, more: dict[str, Any]) -> 
 
 def test_actions_after_episode_end_are_ignored() -> None:
     """Values of unexecuted actions, NaN included, change neither loss nor normaliser."""
+    options = run_helpers.options("""reward_type=action_level normalize_advantages=true
+        reward_norm=running use_kl_in_reward=true use_kl_loss=true""")
     outcomes = []
     for spoil in (False, True):
-        options = {
-            "reward_type": "action_level",
-            "normalize_advantages": True,
-            "reward_norm": "running",
-        }
-        learner = make_learner({**options, "use_kl_in_reward": True, "use_kl_loss": True})
+        learner = make_learner(options)
         t = random_trajectory(learner)
         if spoil:
             t.reward[~t.mask] = torch.nan
@@ -272,11 +257,8 @@ def test_detach_value_of_actor_critic() -> None:
     """null and false are what it does: the value loss trains the shared trunk. A stored ``true`` of
     an earlier version is read as before."""
     run_helpers.tiny_config({"model.detach_value": False})
-    stored = loader.load(
-        loader.Config,
-        run_helpers.nested({"updates": 1, "model.detach_value": True}),
-        source=loader.STORED,
-    )
+    options = run_helpers.nested({"updates": 1, "model.detach_value": True})
+    stored = loader.load(loader.Config, options, source=loader.STORED)
     assert stored.model.detach_value is True
     policy: Any = make_learner({}, values=1).policy
     policy.value_head(policy.trunk(policy.encode(torch.ones(1, OBS)))).sum().backward()

@@ -53,20 +53,10 @@ def experience(learner: PPO, seed: int = 0, memory: Tensor | None = None) -> Tra
         start = torch.rand(N, generator=g) < 0.2
         state = decision.memory if decision.memory is not None else state
     obs, d = tree.stack(rows)
-    ended = torch.zeros(T, N, dtype=torch.bool)
-    return Trajectory(
-        obs=obs,
-        action=d.action,
-        log_prob=d.log_prob,
-        value=d.value,
-        replay=d.replay,
-        next_value=d.value.roll(-1, 0),
-        reward=torch.randn(T, N, generator=g),
-        terminated=ended,
-        truncated=ended,
-        mask=torch.rand(T, N, generator=g) < 0.8,
-        version=torch.zeros(T, N, dtype=torch.int64),
-    )
+    fields = {"value": d.value, "replay": d.replay, "next_value": d.value.roll(-1, 0)}
+    fields |= {"action": d.action, "log_prob": d.log_prob}
+    reward, mask = torch.randn(T, N, generator=g), torch.rand(T, N, generator=g) < 0.8
+    return run_helpers.trajectory(reward, obs=obs, mask=mask, **fields)
 
 
 def loss_of(learner: PPO, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -113,12 +103,8 @@ def test_losses_equal_a_float64_reference(symmetry: str, distribution: str) -> N
             for z in (out.value, v + (out.value - v).clamp(-0.2, 0.2))
         ]
         huber = [torch.where(e < 10, 0.5 * e * e, 10 * (e - 5)) for e in error]
-        return (
-            surrogate,
-            torch.maximum(*huber)[mask].mean(),
-            out.entropy.sum(-1)[mask].mean(),
-            out.mean,
-        )
+        value_loss, entropy = torch.maximum(*huber), out.entropy.sum(-1)
+        return surrogate, value_loss[mask].mean(), entropy[mask].mean(), out.mean
 
     def mirrored(x: Tensor) -> Tensor:
         return torch.stack([-x[:, 1], -x[:, 0], -x[:, 2]], 1)
@@ -164,20 +150,9 @@ def test_symmetry_loss_by_hand() -> None:
         policy, config, num_envs=1, updates=1, seed=0, mirror=Mirror(swap, {"obs": swap})
     )
     one = torch.ones(1, 1)
-    flag = one < 0
-    t = Trajectory(
-        obs=torch.tensor([[[1.0, 0.0]]]),
-        action=torch.zeros(1, 1, 2),
-        log_prob=torch.zeros(1, 1, 1, 2),
-        value=one,
-        replay={},
-        next_value=one,
-        reward=one,
-        terminated=flag,
-        truncated=flag,
-        mask=~flag,
-        version=torch.zeros(1, 1, dtype=torch.int64),
-    )
+    acted = {"action": torch.zeros(1, 1, 2), "log_prob": torch.zeros(1, 1, 1, 2)}
+    obs = torch.tensor([[[1.0, 0.0]]])
+    t = run_helpers.trajectory(one, obs=obs, value=one, next_value=one, **acted)
     batch, _ = learner.prepare(t)
     _, stats = loss_of(learner, batch)
     assert stats["symmetry_error"].item() == pytest.approx(2.0)

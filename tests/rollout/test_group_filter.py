@@ -35,20 +35,9 @@ POINT = run_helpers.options("""env.id=toy_envs:toy_envs/Point-v0 env.num_threads
 def trajectory(first: int, columns: int, rows: int = 2) -> Trajectory:
     """Return rows [T, N] whose reward is 10 * (number of the column) + (number of the row)."""
     number = 10.0 * torch.arange(first, first + columns) + torch.arange(rows).unsqueeze(1)
-    flag = torch.zeros_like(number, dtype=torch.bool)
-    return Trajectory(
-        obs={"x": number.unsqueeze(-1)},
-        action=number,
-        log_prob=number,
-        value=number,
-        replay={},
-        next_value=number,
-        reward=number,
-        terminated=flag,
-        truncated=flag,
-        mask=~flag,
-        version=torch.full(number.shape, first),
-    )
+    fields = dict.fromkeys(("action", "log_prob", "value", "next_value"), number)
+    fields |= {"version": torch.full(number.shape, first)}
+    return run_helpers.trajectory(number, obs={"x": number.unsqueeze(-1)}, **fields)
 
 
 def flags(*values: bool) -> Tensor:
