@@ -10,13 +10,13 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import run_helpers
 import torch
 
 from embodied_envs.base.errors import CheckpointError
-from embodied_ppo.commands import main
 from embodied_ppo.options import loader
 from embodied_ppo.options.schema import Config
 from embodied_ppo.programs import runs
@@ -147,6 +147,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
 }
 
 
+def save(folder: Path, update: int, keep_last: int = 2) -> Path:
+    """Write an empty checkpoint."""
+    content: dict[str, Any] = {"policy": {}, "training": {}, "config_text": "", "info": {}}
+    return checkpoint.save(folder, update=update, keep_last=keep_last, **content)
+
+
 def files(folder: Path) -> dict[Path, int]:
     return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
 
@@ -160,11 +166,9 @@ def test_damaged_checkpoint_is_refused_in_one_line(
     target = act(run_dir)
     before = files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    code = main.main(["evaluate", f"checkpoint={target}", "episodes=2", "video=false"])
-    err = capfd.readouterr().err.strip().splitlines()
-    assert code == 2, err
-    assert len(err) == 1, err
-    assert re.search(pattern, err[0]), err[0]
+    command = ["evaluate", f"checkpoint={target}", "episodes=2", "video=false"]
+    line = run_helpers.assert_refused(capfd, command)
+    assert re.search(pattern, line), line
     assert files(tmp_path) == before, "nothing is written or lost"
     assert not (tmp_path / "bomb-went-off").exists()
 
@@ -184,9 +188,7 @@ def test_latest_best_and_pruning(trained: Path, tmp_path) -> None:
     folder = tmp_path / "checkpoints"
     scores = ((0, math.nan), (1, 5.0), (2, 9.0), (3, 7.0), (4, None), (5, -1.0))
     for update, score in scores:
-        path = checkpoint.save(
-            folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2
-        )
+        path = save(folder, update)
         if score is not None:
             checkpoint.set_score(path, score)
     names = sorted(p.name for p in folder.glob("step_*"))
@@ -197,19 +199,14 @@ def test_latest_best_and_pruning(trained: Path, tmp_path) -> None:
 
 
 def test_copies_are_ignored_and_updates_sort_numerically(run_dir: Path, tmp_path) -> None:
-    def save(update: int) -> Path:
-        return checkpoint.save(
-            folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=2
-        )
-
     folder = tmp_path / "checkpoints"
     for update in (999_998, 999_999, 1_000_000):
-        save(update)
+        save(folder, update)
     copies = ["step_1000000_backup", "step_1000000 (copy)", "step_0999999", "step_12"]
     for copy in copies:
         shutil.copytree(folder / "step_1000000", folder / copy)
     (folder / "step_000007").write_text("a file")
-    save(1_000_001)
+    save(folder, 1_000_001)
     assert list(checkpoint.steps(folder)) == [1_000_000, 1_000_001], "pruned by number"
     assert checkpoint.open_checkpoint(tmp_path).update == 1_000_001
     newest = checkpoint.newest_valid(tmp_path)
@@ -227,10 +224,7 @@ def test_copies_are_ignored_and_updates_sort_numerically(run_dir: Path, tmp_path
 def test_repair_points_links_to_valid_checkpoints(tmp_path) -> None:
     folder = tmp_path / "checkpoints"
     for update, score in ((1, 5.0), (2, 7.0), (3, 9.0)):
-        path = checkpoint.save(
-            folder, update=update, policy={}, training={}, config_text="", info={}, keep_last=9
-        )
-        checkpoint.set_score(path, score)
+        checkpoint.set_score(save(folder, update, keep_last=9), score)
     (folder / "step_000003" / "policy.pt").write_bytes(b"short")
     (folder / "latest").unlink()
     shutil.copytree(folder / "step_000003", folder / "latest")  # as scp -r copies the link
@@ -238,41 +232,24 @@ def test_repair_points_links_to_valid_checkpoints(tmp_path) -> None:
     assert newest is not None
     checkpoint.repair(tmp_path, newest, print)
     assert {os.readlink(folder / link) for link in ("latest", "best")} == {"step_000002"}
-    contents = {"policy": {}, "training": {}, "config_text": "", "info": {}}
-    checkpoint.set_score(checkpoint.save(folder, update=3, keep_last=9, **contents), 6.0)
+    checkpoint.set_score(save(folder, 3, keep_last=9), 6.0)
     assert os.readlink(folder / "best") == "step_000002"
 
 
 def test_partially_written_directory_is_no_checkpoint(trained: Path, tmp_path) -> None:
-    shutil.copytree(trained / "checkpoints", tmp_path / "checkpoints", symlinks=True)
-    shutil.copytree(
-        tmp_path / "checkpoints/step_000002", tmp_path / "checkpoints/.writing-000003-1"
-    )
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(trained / "checkpoints", folder, symlinks=True)
+    shutil.copytree(folder / "step_000002", folder / ".writing-000003-1")
     assert checkpoint.open_checkpoint(tmp_path).update == 2
-    checkpoint.save(
-        tmp_path / "checkpoints",
-        update=3,
-        policy={},
-        training={},
-        config_text="",
-        info={},
-        keep_last=9,
-    )
-    assert not list((tmp_path / "checkpoints").glob(".writing-*")), (
-        "leftovers of a killed process are removed"
-    )
+    save(folder, 3, keep_last=9)
+    assert not list(folder.glob(".writing-*")), "leftovers of a killed process are removed"
 
 
 def test_directory_is_renamed_before_deletion(tmp_path, monkeypatch) -> None:
-    def save(update: int) -> None:
-        checkpoint.save(
-            tmp_path, update=update, policy={}, training={}, config_text="", info={}, keep_last=1
-        )
-
-    save(1)
+    save(tmp_path, 1, keep_last=1)
     monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)  # killed before a file is gone
-    save(2)
-    save(2)
+    for _ in range(2):
+        save(tmp_path, 2, keep_last=1)
     assert [p.name for p in sorted(tmp_path.glob("step_*"))] == ["step_000002"]
     assert checkpoint.open_checkpoint(tmp_path).update == 2
 
