@@ -388,15 +388,9 @@ def test_compiled_updates_equal_eager_updates(discrete: bool) -> None:
             assert other[tag] == pytest.approx(value, rel=1e-4, abs=1e-5), tag
     for name, x in weights(eager).items():
         torch.testing.assert_close(weights(fast)[name], x, rtol=1e-5, atol=1e-5)
-    steps = [
-        float(fast.optimizer.adamw.state[group[0]]["step"])
-        for group in (fast.optimizer.actor, fast.optimizer.critic)
-    ]
-    assert steps == [
-        float(eager.optimizer.adamw.state[group[0]]["step"])
-        for group in (eager.optimizer.actor, eager.optimizer.critic)
-    ]
-    assert steps == [24.0, 32.0]
+    for optimizer in (eager.optimizer, fast.optimizer):
+        first = (optimizer.actor[0], optimizer.critic[0])
+        assert [float(optimizer.adamw.state[p]["step"]) for p in first] == [24.0, 32.0]
 
 
 @pytest.mark.gpu
@@ -453,16 +447,9 @@ def captured_programs() -> dict[str, cuda_graph.Example]:
     config = replace(AlgorithmConfig(), minibatch_unit="column")
     objective, token = TokenLoss(language_model(), config, length=4), torch.arange(8).view(4, 2)
     inputs, value = {"row": torch.arange(12).view(6, 2), "place": token // 2}, torch.randn(4, 2)
-    batch = Batch(
-        inputs=inputs,
-        action=token,
-        replay={},
-        log_prob=value,
-        value=value,
-        advantage=value,
-        returns=value,
-        mask=torch.ones(4, 2, dtype=torch.bool),
-    )
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    numbers = dict.fromkeys(("log_prob", "value", "advantage", "returns"), value)
+    batch = Batch(inputs=inputs, action=token, replay={}, mask=mask, **numbers)
     names = [name for name, _ in objective.model.named_parameters()]
     step = MinibatchStep(objective, names, [], batch)
     parameters = [p.detach() for p in objective.model.parameters()]

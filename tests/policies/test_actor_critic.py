@@ -74,6 +74,10 @@ def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
 # --------------------------------------------------------------------------------- act and evaluate
 CASES = [
     (kind, spec, shared, dependent)
@@ -87,13 +91,8 @@ CASES = [
 @pytest.mark.parametrize(("kind", "spec", "shared", "dependent"), CASES)
 def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     actions, distribution = kind
-    policy = make(
-        spec,
-        actions,
-        distribution=distribution,
-        shared_backbone=shared,
-        state_dependent_std=dependent,
-    )
+    options = {"distribution": distribution, "state_dependent_std": dependent}
+    policy = make(spec, actions, shared_backbone=shared, **options)
     scale_policy(policy, 1.0)  # means and scales depend on the state
     inputs = policy.encode(observe(spec, 7))
     decision = policy.act(inputs, noise=policy.noise(len(next(tree.leaves(inputs))), generator()))
@@ -101,11 +100,12 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     assert decision.log_prob.shape == shape and decision.log_prob.dtype == torch.float32
     assert decision.action.shape == ((7,) if actions == "discrete" else (7, 3))
     assert decision.value.shape == (7,)
-    out = policy.evaluate(inputs, decision.action, decision.replay)
+    batch = inputs, decision.action, decision.replay
+    out = policy.evaluate(*batch)
     assert out.log_prob.shape == out.entropy.shape == shape
-    torch.testing.assert_close(out.log_prob, decision.log_prob, rtol=0, atol=1e-5)
-    torch.testing.assert_close(out.value, decision.value, rtol=0, atol=1e-5)
-    torch.testing.assert_close(policy.value(inputs), decision.value, rtol=0, atol=1e-5)
+    close(out.log_prob, decision.log_prob)
+    close(out.value, decision.value)
+    close(policy.value(inputs), decision.value)
     # Rows must differ for the comparison to be meaningful.
     assert out.log_prob.std() > 1e-3 and decision.value.std() > 1e-3
     assert (out.logits is not None) == (actions == "discrete")
@@ -113,28 +113,16 @@ def test_evaluate_reproduces_act(kind, spec, shared, dependent):
     assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in policy.parameters())
 
     # Rows are independent: any split and any order of the batch give equal results.
-    parts = [
-        policy.evaluate(*tree.index((inputs, decision.action, decision.replay), slice(i, i + 2)))
-        for i in (0, 2)
-    ]
-    torch.testing.assert_close(
-        torch.cat([p.log_prob for p in parts]), out.log_prob[:4], rtol=0, atol=1e-5
-    )
-    torch.testing.assert_close(
-        torch.cat([p.value for p in parts]), out.value[:4], rtol=0, atol=1e-5
-    )
-    flipped = policy.evaluate(
-        *tree.map(lambda x: x.flip(0), (inputs, decision.action, decision.replay))
-    )
-    torch.testing.assert_close(flipped.log_prob.flip(0), out.log_prob, rtol=0, atol=1e-5)
+    parts = [policy.evaluate(*tree.index(batch, slice(i, i + 2))) for i in (0, 2)]
+    close(torch.cat([p.log_prob for p in parts]), out.log_prob[:4])
+    close(torch.cat([p.value for p in parts]), out.value[:4])
+    flipped = policy.evaluate(*tree.map(lambda x: x.flip(0), batch))
+    close(flipped.log_prob.flip(0), out.log_prob)
 
     # The generator is the only source of randomness, and the mode of the distribution needs none.
-    assert torch.equal(
-        policy.act(inputs, noise=policy.noise(7, generator())).action, decision.action
-    )
-    assert not torch.equal(
-        policy.act(inputs, noise=policy.noise(7, generator(1))).action, decision.action
-    )
+    for seed in (0, 1):
+        again = policy.act(inputs, noise=policy.noise(7, generator(seed)))
+        assert torch.equal(again.action, decision.action) == (seed == 0)
     mode = policy.act(inputs)
     assert torch.equal(mode.action, policy.act(inputs).action)
     if distribution == "beta":
@@ -329,12 +317,8 @@ STRUCTURES: dict[str, dict[str, Any]] = {
     "shared": {},
     "separate": {"shared_backbone": False},
     "tail": {"actor_obs": ["state"], "critic_obs": ["state", "privileged"]},
-    "groups": {
-        "actor_obs": ["state"],
-        "critic_obs": ["state", "privileged"],
-        "shared_backbone": False,
-    },
 }
+STRUCTURES["groups"] = STRUCTURES["tail"] | STRUCTURES["separate"]
 LENGTH = 6
 
 

@@ -19,6 +19,10 @@ def numbers(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-9) -> None:
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
 def keyed(*parts: int | str) -> torch.Generator:
     return torch.Generator().manual_seed(sampling_key(*parts))
 
@@ -38,9 +42,8 @@ def test_squashed_by_hand():
     assert dist.log_tanh_slope(torch.tensor(0.0)).item() == pytest.approx(0.0, abs=1e-7)
     assert dist.log_tanh_slope(torch.tensor(1.0)).item() == pytest.approx(-0.8675616)
     zero = torch.zeros(1, 1)
-    assert dist.squashed_log_prob(torch.ones(1, 1), zero, zero).item() == pytest.approx(
-        -0.5 - 0.9189385 + 0.8675616
-    )
+    log_prob = dist.squashed_log_prob(torch.ones(1, 1), zero, zero)
+    assert log_prob.item() == pytest.approx(-0.5 - 0.9189385 + 0.8675616)
 
 
 def test_beta_by_hand():
@@ -59,9 +62,8 @@ def test_beta_by_hand():
 
 def test_categorical_by_hand():
     logits = torch.tensor([[0.0, math.log(3.0)]])  # p = 1/4, 3/4
-    assert dist.categorical_log_prob(torch.tensor([1]), logits).item() == pytest.approx(
-        math.log(0.75)
-    )
+    log_prob = dist.categorical_log_prob(torch.tensor([1]), logits)
+    assert log_prob.item() == pytest.approx(math.log(0.75))
     # H = 1/4 log 4 + 3/4 log 4/3 = 0.346574 + 0.215762
     assert dist.categorical_entropy(logits).item() == pytest.approx(0.5623351)
 
@@ -73,14 +75,10 @@ def test_gaussian_agrees_with_torch(seed, level, rows, size):
     x, mean = numbers(seed, rows, size) * 3, numbers(seed + 1, rows, size)
     log_std = numbers(seed + 2, size) + level
     reference = Normal(mean, log_std.exp().expand_as(mean))
-    torch.testing.assert_close(
-        dist.gaussian_log_prob(x, mean, log_std), reference.log_prob(x), rtol=1e-9, atol=1e-9
-    )
-    torch.testing.assert_close(
-        dist.gaussian_entropy(mean, log_std), reference.entropy(), rtol=1e-9, atol=1e-9
-    )
+    close(dist.gaussian_log_prob(x, mean, log_std), reference.log_prob(x))
+    close(dist.gaussian_entropy(mean, log_std), reference.entropy())
     single = dist.gaussian_log_prob(x.float(), mean.float(), log_std.float())
-    torch.testing.assert_close(single.double(), reference.log_prob(x), rtol=2e-5, atol=2e-5)
+    close(single.double(), reference.log_prob(x), 2e-5)
 
 
 @settings(max_examples=60)
@@ -90,9 +88,7 @@ def test_squashed_gaussian_agrees_with_torch(seed, level, size):
     u = mean + log_std.exp() * numbers(seed + 2, 3, size)
     reference = TransformedDistribution(Normal(mean, log_std.exp()), TanhTransform(cache_size=1))
     reference.transforms[0]._cached_x_y = u, u.tanh()  # the inverse of tanh loses digits near 1
-    torch.testing.assert_close(
-        dist.squashed_log_prob(u, mean, log_std), reference.log_prob(u.tanh()), rtol=1e-6, atol=1e-6
-    )
+    close(dist.squashed_log_prob(u, mean, log_std), reference.log_prob(u.tanh()), 1e-6)
 
 
 @settings(max_examples=60)
@@ -166,12 +162,8 @@ def test_categorical_agrees_with_torch(seed, scale, size):
     logits = numbers(seed, 4, size) * scale
     action = torch.arange(4) % size
     reference = Categorical(logits=logits)
-    torch.testing.assert_close(
-        dist.categorical_log_prob(action, logits), reference.log_prob(action), rtol=1e-9, atol=1e-9
-    )
-    torch.testing.assert_close(
-        dist.categorical_entropy(logits), reference.entropy(), rtol=1e-9, atol=1e-9
-    )
+    close(dist.categorical_log_prob(action, logits), reference.log_prob(action))
+    close(dist.categorical_entropy(logits), reference.entropy())
 
 
 def test_probabilities_integrate_to_one():
@@ -181,9 +173,8 @@ def test_probabilities_integrate_to_one():
         (dist.gaussian_log_prob(u, mean, log_std), u),
         (dist.squashed_log_prob(u, mean, log_std), u.tanh()),
     ):
-        assert torch.trapezoid(log_p.exp().flatten(), x.flatten()).item() == pytest.approx(
-            1.0, abs=1e-5
-        )
+        total = torch.trapezoid(log_p.exp().flatten(), x.flatten())
+        assert total.item() == pytest.approx(1.0, abs=1e-5)
 
 
 # -------------------------------------------------------------------------------- entropy, gradient
@@ -194,9 +185,8 @@ def test_squashed_entropy_estimates_the_entropy():
     exact = torch.trapezoid((-log_p.exp() * log_p).flatten(), grid.tanh().flatten()).item()
     u = mean + log_std.exp() * numbers(0, 200_000, 1)
     estimate = dist.squashed_entropy(u, mean, log_std)
-    assert estimate.mean().item() == pytest.approx(
-        exact, abs=4 * estimate.std().item() / math.sqrt(200_000)
-    )
+    error = 4 * estimate.std().item() / math.sqrt(200_000)
+    assert estimate.mean().item() == pytest.approx(exact, abs=error)
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -239,9 +229,8 @@ def test_extreme_actions_give_finite_results(u, log_std):
     assert math.isfinite(mean.grad.item()) and math.isfinite(scale.grad.item())
     # log(1 - tanh(u)^2) -> 2 log 2 - 2|u|: linear where 1 - tanh^2 is 0 in float32
     if abs(u) >= 20:
-        assert dist.log_tanh_slope(x).item() == pytest.approx(
-            2 * math.log(2) - 2 * abs(u), rel=1e-6
-        )
+        limit = 2 * math.log(2) - 2 * abs(u)
+        assert dist.log_tanh_slope(x).item() == pytest.approx(limit, rel=1e-6)
 
 
 # ----------------------------------------------------------------------------------------- sampling
@@ -255,10 +244,8 @@ def test_gaussian_samples_have_the_right_moments():
     assert abs(torch.corrcoef(x.T)[0, 1].item()) < 4 / math.sqrt(n)
     # the Kolmogorov-Smirnov distance to the normal distribution, at the level of one in a thousand
     rank = torch.arange(1, n + 1) / n
-    distance = (
-        (Normal(0.0, 1.0).cdf(((x[:, 0] - 1.0) / std[0]).sort().values) - rank).abs().max().item()
-    )
-    assert distance < 1.95 / math.sqrt(n)
+    cumulative = Normal(0.0, 1.0).cdf(((x[:, 0] - 1.0) / std[0]).sort().values)
+    assert (cumulative - rank).abs().max() < 1.95 / math.sqrt(n)
 
 
 def test_categorical_samples_have_the_right_frequencies():

@@ -40,16 +40,11 @@ def parameter_names(optimizer: MinibatchOptimizer) -> list[list[str]]:
 def program_steps(learner: PPO, batch: Batch, indices: list[torch.Tensor]) -> list[torch.Tensor]:
     program = MinibatchStep(learner.optimizer.loss, *parameter_names(learner.optimizer), batch)
     state = adam_state(learner.optimizer.adamw)
-    settings = adamw_settings(
-        learner.config,
-        len(indices),
-        lr=[group["lr"] for group in learner.optimizer.adamw.param_groups],
-        steps=[
-            int(learner.optimizer.adamw.state[group[0]]["step"])
-            for group in (learner.optimizer.actor, learner.optimizer.critic)
-        ],
-        coefficients=[learner.entropy_coef],
-    )
+    adamw, groups = learner.optimizer.adamw, (learner.optimizer.actor, learner.optimizer.critic)
+    steps = [int(adamw.state[group[0]]["step"]) for group in groups]
+    options = {"lr": [group["lr"] for group in adamw.param_groups], "steps": steps}
+    options |= {"coefficients": [learner.entropy_coef]}
+    settings = adamw_settings(learner.config, len(indices), **options)
     assert settings.shape == (len(indices), len(ADAMW_SETTINGS) + 1)
     tensors = [*state.parameters, *state.first, *state.second]
     return [
@@ -98,25 +93,12 @@ def test_program_equals_eager_step(case: str) -> None:
 def test_adamw_settings_equal_torch_bias_corrections() -> None:
     """After 3 steps of the actor and 5 of the critic: bias corrections of steps 4 and 6."""
     learner = make({"adam_betas": (0.9, 0.99), "weight_decay": 0.1})
-    row = dict(
-        zip(
-            (*ADAMW_SETTINGS, "entropy"),
-            adamw_settings(learner.config, 2, lr=[0.1, 0.2], steps=[3, 5], coefficients=[0.3])[
-                0
-            ].tolist(),
-            strict=True,
-        )
-    )
-    expected = {
-        "actor_step": 0.1 / (1 - 0.9**4),
-        "critic_step": 0.2 / (1 - 0.9**6),
-        "actor_decay": 0.01,
-    }
-    expected |= {
-        "actor_inv": (1 - 0.99**4) ** -0.5,
-        "critic_inv": (1 - 0.99**6) ** -0.5,
-        "critic_decay": 0.02,
-    }
+    options = {"lr": [0.1, 0.2], "steps": [3, 5], "coefficients": [0.3]}
+    first = adamw_settings(learner.config, 2, **options)[0].tolist()
+    row = dict(zip((*ADAMW_SETTINGS, "entropy"), first, strict=True))
+    expected = {"actor_step": 0.1 / (1 - 0.9**4), "critic_step": 0.2 / (1 - 0.9**6)}
+    expected |= {"actor_inv": (1 - 0.99**4) ** -0.5, "critic_inv": (1 - 0.99**6) ** -0.5}
+    expected |= {"actor_decay": 0.01, "critic_decay": 0.02}
     assert row == pytest.approx(expected | {"entropy": 0.3}, rel=1e-6)
 
 

@@ -202,12 +202,7 @@ def test_log_ratio_is_clamped():
     assert stats["ratio_max"].item() == pytest.approx(math.exp(20), rel=1e-6)
 
 
-element = st.tuples(
-    st.floats(-30, 30, width=32),
-    st.floats(-5, 5, width=32),
-    st.floats(-4, 4, width=32),
-    st.booleans(),
-)
+element = st.tuples(*(st.floats(-x, x, width=32) for x in (30, 5, 4)), st.booleans())
 
 
 @settings(max_examples=80)
@@ -390,14 +385,9 @@ def test_micro_batch_size_does_not_change_result(aggregation, trailing, micro):
     counts = counts_of(mask, aggregation)
     total = 0.0
     for columns in torch.arange(8).split(micro):
-        part = losses.aggregate(
-            parts[:, columns],
-            mask[:, columns],
-            aggregation=aggregation,
-            **counts,
-            length=7,
-            share=None if share is None else share[:, columns],
-        )
+        options = counts | {"share": None if share is None else share[:, columns]}
+        elements = parts[:, columns], mask[:, columns]
+        part = losses.aggregate(*elements, aggregation=aggregation, length=7, **options)
         part.backward()
         total += part.item()
     unsplit_loss = losses.aggregate(x, mask, aggregation=aggregation, length=7, share=share)
@@ -413,24 +403,14 @@ def test_number_of_ranks_does_not_change_loss(aggregation):
     x, mask = torch.randn(5, 6, generator=g), torch.rand(5, 6, generator=g) < 0.5
     mask[:, 4:] = False
     cuts = [slice(0, 4), slice(4, 6)]
-    parts = [losses.minibatch_counts(mask[:, c], "column", aggregation) for c in cuts]
+    counts = [losses.minibatch_counts(mask[:, c], "column", aggregation) for c in cuts]
     share = losses.column_shares(mask) if aggregation == "trajectory-mean" else torch.ones(5, 6)
-    rows, columns = (torch.stack(x).sum() for x in zip(*parts, strict=True))  # pyright: ignore[reportArgumentType]
-    total = sum(
-        losses.aggregate(
-            x[:, c],
-            mask[:, c],
-            aggregation=aggregation,
-            rows=rows,
-            columns=columns,
-            length=5,
-            share=share[:, c],
-        ).item()
-        for c in cuts
-    )
-    assert total == pytest.approx(
-        losses.aggregate(x, mask, aggregation=aggregation, length=5, share=share).item(), abs=1e-6
-    )
+    rows, columns = (torch.stack(x).sum() for x in zip(*counts, strict=True))  # pyright: ignore[reportArgumentType]
+    options: dict[str, Any] = {"aggregation": aggregation, "length": 5}
+    full = losses.aggregate(x, mask, share=share, **options).item()
+    options |= {"rows": rows, "columns": columns}
+    parts = [losses.aggregate(x[:, c], mask[:, c], share=share[:, c], **options) for c in cuts]
+    assert sum(part.item() for part in parts) == pytest.approx(full, abs=1e-6)
 
 
 # --------------------------------------------------------------------------------------- off policy
