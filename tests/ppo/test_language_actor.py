@@ -30,15 +30,8 @@ T, N = 6, 8
 PROMPT = [3, 5, 2, 4, 3, 5, 2, 4]
 # Tokens of each prompt and response.
 LENGTH = [6, 1, 4, 2, 3, 6, 5, 1]
-BASE = AlgorithmConfig(
-    gamma=0.99,
-    gae_lambda=0.9,
-    update_epoch=2,
-    global_batch_size=4,
-    value_clip=0.5,
-    huber_delta=None,
-    lr=1e-3,
-)
+SIZES: dict[str, Any] = {"update_epoch": 2, "global_batch_size": 4}
+BASE = AlgorithmConfig(gae_lambda=0.9, value_clip=0.5, huber_delta=None, lr=1e-3, **SIZES)
 
 
 def experience(
@@ -60,19 +53,13 @@ def experience(
     log_prob = log_prob + noise * torch.randn(N, T + 3, generator=g)[:, :1]
     last = torch.arange(rows) == torch.tensor(LENGTH).unsqueeze(1) - 1
     score = torch.rand(N, 1, generator=g) - 0.4  # some are negative
-    zero = torch.zeros(rows, N)
-    return Trajectory(
+    return run_helpers.trajectory(
+        torch.where(last, score, 0.0).T,
         obs={"row": row.T, "place": place.T},
         action=action.T,
         log_prob=torch.where(mask, log_prob, 0.0).T,
-        value=zero,
-        replay={},
-        next_value=zero,
-        reward=torch.where(last, score, 0.0).T,
         terminated=last.T,
-        truncated=torch.zeros_like(last.T),
         mask=mask.T,
-        version=torch.zeros(rows, N, dtype=torch.int64),
     )
 
 
@@ -80,11 +67,8 @@ def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: A
     """Return a learner; critic_config and critic_columns are options of the critic."""
     policy = make()
     both: dict[str, Any] = {"length": T, "columns": 4, "updates": 10, "seed": 0}
-    both |= {
-        name: x
-        for name, x in options.items()
-        if name in ("length", "columns", "tokens", "updates", "seed")
-    }
+    names = ("length", "columns", "tokens", "updates", "seed")
+    both |= {name: x for name, x in options.items() if name in names}
     values = None
     if critic:
         model = LanguageCritic(copy.deepcopy(policy.model))
@@ -93,8 +77,9 @@ def learner(config: AlgorithmConfig = BASE, *, critic: bool = True, **options: A
         own = both | {"columns": options.get("critic_columns", both["columns"])}
         own |= {"ranks": options.get("ranks")}
         values = LocalCritic(model, options.get("critic_config", config), **own)
-    shared_arguments = {k: x for k, x in options.items() if k in ("recompute", "notice", "ranks")}
-    return language_ppo(policy, values, config, num_sequences=N, **both, **shared_arguments)
+    names = ("recompute", "notice", "ranks", "num_sequences")
+    shared: dict[str, Any] = {"num_sequences": N} | {k: x for k, x in options.items() if k in names}
+    return language_ppo(policy, values, config, **both, **shared)
 
 
 def critic_of(x: PPO) -> LocalCritic:
@@ -209,15 +194,11 @@ def test_loss_scale_factor_replaces_the_response_length() -> None:
         x = learner(replace(c, loss_scale_factor=factor), critic_config=BASE)
         norms.append(numbers(x.update(experience(x.policy, noise=0.3), update=0))["policy/loss"])
     assert norms[0] == norms[1] and norms[2] != norms[0]
-    single = [
-        numbers(x.update(experience(x.policy, noise=0.3), update=0))["policy/loss"]
-        for x in (
-            learner(
-                replace(c, global_batch_size=N, loss_scale_factor=f), columns=N, critic_config=BASE
-            )
-            for f in (2.0, 8.0)
-        )
-    ]
+    single = []
+    for factor in (2.0, 8.0):
+        one_step = replace(c, global_batch_size=N, loss_scale_factor=factor)
+        x = learner(one_step, columns=N, critic_config=BASE)
+        single.append(numbers(x.update(experience(x.policy, noise=0.3), update=0))["policy/loss"])
     assert single[0] == pytest.approx(4 * single[1], rel=1e-5) and single[0] != 0
 
 
@@ -285,22 +266,11 @@ def test_program_equals_eager_step(case: str, which: str) -> None:
     expected = eager_step(one, batches[0], index, 0.01)
     compute = MinibatchStep(two.loss, *parameter_names(two), batches[1], two.buffers)
     state = adam_state(two.adamw)
-    settings = adamw_settings(
-        two.config,
-        1,
-        lr=[two.config.lr] * 2,
-        steps=[0, 0],
-        coefficients=[0.01] * len(two.loss.coefficients),
-    )[0]
-    actual = compute(
-        *state.parameters,
-        *state.first,
-        *state.second,
-        settings,
-        index,
-        *(two.model.get_buffer(name) for name in two.buffers),
-        *tree.leaves(batches[1]),
-    )
+    lr, coefficients = [two.config.lr] * 2, [0.01] * len(two.loss.coefficients)
+    (settings,) = adamw_settings(two.config, 1, lr=lr, steps=[0, 0], coefficients=coefficients)
+    tensors = [*state.parameters, *state.first, *state.second, settings, index]
+    tensors += [two.model.get_buffer(name) for name in two.buffers]
+    actual = compute(*tensors, *tree.leaves(batches[1]))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert differences(eager, program) < 2e-5
 
@@ -382,14 +352,9 @@ def test_recomputed_log_probs_replace_rollout_log_probs() -> None:
     batch, _ = x.prepare(t)
     exact = experience(x.policy)
     torch.testing.assert_close(batch.log_prob[t.mask], exact.log_prob[t.mask], rtol=0, atol=1e-5)
-    assert torch.equal(learner().prepare(t)[0].log_prob, t.log_prob)
-
-
-def test_full_kl_penalty_does_not_change_behaviour_log_probs() -> None:
-    """It uses the policy's distribution; the denominator of the ratio is that of the rollout."""
-    x = learner(replace(BASE, use_kl_in_reward=True, kl_penalty="full"))
-    t = experience(x.policy, noise=0.3)
-    assert torch.equal(x.prepare(t)[0].log_prob, t.log_prob)
+    # A full KL penalty uses the policy's distribution, too, but the ratio has the rollout's.
+    for c in (BASE, replace(BASE, use_kl_in_reward=True, kl_penalty="full")):
+        assert torch.equal(learner(c).prepare(t)[0].log_prob, t.log_prob)
 
 
 @pytest.mark.slow
@@ -416,7 +381,8 @@ def test_state_resumes_bit_for_bit(tmp_path) -> None:
     assert other.kl_coef == 0.5
 
 
-def test_checkpoint_without_critic_is_refused() -> None:
+def test_state_of_other_sizes_is_loaded_and_one_without_critic_refused() -> None:
+    learner(num_sequences=2 * N).load_state(learner().state())
     x = learner(replace(BASE, adv_type="grpo", group_size=4), critic=False)
     with pytest.raises(ConfigError, match="no critic to continue with"):
         learner().load_state(x.state())
@@ -475,11 +441,6 @@ def test_running_reward_norm_counts_each_response_once() -> None:
         assert float(x.returns[0].std) == pytest.approx(
             float(scores.double().std(correction=0)), rel=1e-3
         )
-
-
-def test_resume_with_other_number_of_responses() -> None:
-    x, y = learner(), learner(num_sequences=2 * N)
-    y.load_state(x.state())
 
 
 # ------------------------------------------------------------------------------------------- memory
