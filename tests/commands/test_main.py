@@ -326,13 +326,10 @@ def test_values_of_all_types(capsys) -> None:
     assert values(rows, *paths) == [{"a": 1, "b": ["x", 2]}, [8, 4], "runs/0.5-4", 4, 2, 0.5]
 
 
-def test_deletion_restores_the_default(capsys) -> None:
+def test_deletion_restores_the_default_and_an_empty_section_does_not(capsys) -> None:
     rows = config(capsys, "experiment=cartpole", "~algorithm.gamma")
     assert rows["algorithm.gamma"]["source"] == "default"
     assert config(capsys, "~experiment")["env.id"]["source"] == "default"
-
-
-def test_empty_section_cannot_replace_that_of_a_file(capsys) -> None:
     command = "config experiment=tabletop_push env.kwargs={}"
     assert_refused(capsys, command, "write ~env.kwargs, which removes")
     assert config(capsys, "experiment=tabletop_push", "~env.kwargs")["env.kwargs"]["value"] == {}

@@ -231,14 +231,8 @@ def test_loaded_towers_agree_with_timm(tmp_path) -> None:
         )
         x = x.flatten(2).transpose(1, 2) + t[f"{key}.pos_embed"]
         if key.endswith(".featurizer"):
-            x = torch.cat(
-                (
-                    t[f"{key}.cls_token"].expand(2, -1, -1),
-                    t[f"{key}.reg_token"].expand(2, -1, -1),
-                    x,
-                ),
-                dim=1,
-            )
+            first = [t[f"{key}.{name}_token"].expand(2, -1, -1) for name in ("cls", "reg")]
+            x = torch.cat((*first, x), dim=1)
         for i in range(blocks - 1):
             x = timm_block(x, t, f"{key}.blocks.{i}", heads)
         features.append(x[:, -P:])
@@ -312,16 +306,7 @@ def test_shards_outside_the_folder_are_refused(tmp_path) -> None:
             openvla_files.load(folder)
 
 
-def test_dataset_statistics_override_config(tmp_path) -> None:
-    statistics = {
-        "libero_spatial": {"action": STATS},
-        "bridge_orig": {"action": STATS | {"q99": [9.0, 9.0, 9.0]}},
-    }
-    (checkpoint(tmp_path) / "dataset_statistics.json").write_text(json.dumps(statistics))
-    assert openvla_files.load(tmp_path).config.norm_stats == statistics
-
-
-def test_preprocessor_means_override_those_of_imagenet(tmp_path) -> None:
+def test_statistics_and_means_of_own_files_override_those_of_the_config(tmp_path) -> None:
     """White is (1 - mean) / std; openvla-7b's means and deviations are rounded to bfloat16."""
     means, stds = (0.484375, 0.455078125, 0.40625), (0.228515625, 0.2236328125, 0.224609375)
     side = CONFIG.image_size
@@ -334,7 +319,11 @@ def test_preprocessor_means_override_those_of_imagenet(tmp_path) -> None:
     }
     file = checkpoint(tmp_path) / "preprocessor_config.json"
     file.write_text(json.dumps(fields))
+    statistics = {"bridge_orig": {"action": STATS | {"q99": [9.0, 9.0, 9.0]}}}
+    statistics["libero_spatial"] = {"action": STATS}
+    (tmp_path / "dataset_statistics.json").write_text(json.dumps(statistics))
     body = openvla_files.load(tmp_path)
+    assert body.config.norm_stats == statistics
     white = body.pixels(torch.full((1, 3, side, side), 255, dtype=torch.uint8))[0, :, 0, 0]
     expected = [(1 - m) / s for m, s in zip(means, stds, strict=True)] + [1.5, 1.0, 2.0]
     torch.testing.assert_close(white, torch.tensor(expected))

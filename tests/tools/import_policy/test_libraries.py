@@ -217,21 +217,13 @@ def refused(match: str, library: str, file: Path, *args: Any, **kwargs: Any) -> 
     assert "\n" not in str(error.value) and str(file.name) in str(error.value)
 
 
-@pytest.mark.parametrize("library", ["rsl_rl", "cleanrl"])
-def test_code_is_refused_and_not_executed(library: str, tmp_path) -> None:
+def test_code_is_refused_and_not_executed(tmp_path) -> None:
     marker = Path("/tmp/embodied-ppo-was-here")
     marker.unlink(missing_ok=True)
-    file = tmp_path / "x.pt"
-    torch.save({"model_state_dict": {}, "infos": Evil()}, file)
-    refused(
-        r"save the weights .*x.pt needs (posix|os).system, and only numbers are read", library, file
-    )
-    assert not marker.exists()
-
-
-def test_code_in_files_of_sb3_is_refused(tmp_path) -> None:
-    marker = Path("/tmp/embodied-ppo-was-here")
-    marker.unlink(missing_ok=True)
+    torch.save({"model_state_dict": {}, "infos": Evil()}, tmp_path / "x.pt")
+    message = r"save the weights .*x.pt needs (posix|os).system, and only numbers are read"
+    for library in ("rsl_rl", "cleanrl"):
+        refused(message, library, tmp_path / "x.pt")
     foreign.sb3(tmp_path / "x.zip", extra={"log_std": Evil()})  # pyright: ignore
     refused("needs posix.system", "sb3", tmp_path / "x.zip")
     foreign.sb3(tmp_path / "x.zip")
