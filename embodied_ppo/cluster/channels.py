@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from embodied_envs.base.errors import ProcessLost
-from embodied_ppo.training.checkpoint import serialize
+from embodied_ppo.training.checkpoint import to_bytes
 
 # A tensor, None, or a dictionary of values, nested to any depth.
 Value = Tensor | dict[str, Any] | None
@@ -400,7 +400,7 @@ def serialize_state(state: Mapping[str, Any] | None) -> Tensor | None:
     """Return a state in the format of torch.save, uint8 [bytes]; None for None."""
     if state is None:
         return None
-    return torch.frombuffer(bytearray(serialize(state)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
 
 
 def deserialize_state(data: Value) -> dict[str, Any]:
