@@ -274,8 +274,6 @@ class DefaultTrunk(nn.Module):
                 with torch.no_grad():
                     layer.weight[:, features : features + wide] *= self.scale**-0.5
             layers.append(layer)
-            if config.layer_norm:
-                layers.append(nn.LayerNorm(size_out))
             layers.append(ACTIVATIONS[config.activation]())
         self.layers = nn.Sequential(*layers)
         self.features = config.hidden[-1] if config.hidden else size + recurrent

@@ -65,7 +65,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
         env.realism.obs_delay=[1,3] env.realism.obs_noise=0.5 env.realism.obs_bias=0.5
         env.realism.obs_dropout=0.5 env.realism.action_rate_limit=0.05
         env.restart_each_rollout=true model.history=2 algorithm.curiosity.weight=0.5
-        model.hidden=[8] model.activation=relu model.layer_norm=true model.base_inputs=2
+        model.hidden=[8] model.activation=relu model.base_inputs=2
         model.shared_backbone=false model.distribution=squashed_gaussian
         model.state_dependent_std=true model.init_log_std=-1.0 model.normalize_obs=false
         model.obs_clip=0.5 model.obs_eps=0.5 algorithm.horizon=16 algorithm.update_epoch=2

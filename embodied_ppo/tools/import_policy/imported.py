@@ -144,7 +144,6 @@ class ImportedPolicy:
             "model.policy": "actor_critic",
             "model.network": None,
             "model.hidden": [layer.outputs for layer in self.actor[:-1]],
-            "model.layer_norm": False,
             "model.base_inputs": None,
             "model.shared_backbone": False,
             "model.recurrent": None,
