@@ -50,7 +50,7 @@ class LanguageMemoryEstimator(MemoryEstimator):
         # int64 tokens of the whole sequence, and the numbers per token of its response.
         row = 8 * self.longest + memory_estimate.EXPERIENCE_BYTES_PER_TOKEN * a.response_length
         # A group filter holds the kept groups and the newest round at the same time.
-        copies = 1.0
+        copies = 1.0 + config.rollout.oversampling
         if a.group_filter is not None:
             copies, _ = group_filter.peak_copies(a.rollout_batch_size, a.group_filter_rounds)
         needs: MemoryNeeds = {}

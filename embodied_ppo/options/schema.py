@@ -319,7 +319,7 @@ class ModelConfig:
     reads those from network to critic_obs."""
     network: Text | None = option(None, read_if=ACTOR_CRITIC)
     """Your own trunk, FILE.py:Class (docs/networks.md), of which the run keeps a copy; null: one of
-    hidden, activation and layer_norm, after convolutions where there are images."""
+    hidden and activation, after convolutions where there are images."""
     network_options: dict[str, Any] = option({}, read_if=OWN_NETWORK)
     """Arguments of the class of network."""
     pooling: Literal["flatten", "spatial_softmax"] = option("flatten", read_if=TRUNK)
@@ -334,8 +334,6 @@ class ModelConfig:
     """Widths of the hidden layers of the critic's trunk; null: hidden."""
     activation: Literal["tanh", "relu", "elu", "silu", "gelu"] = option("tanh", read_if=TRUNK)
     """Non-linearity of the hidden layers (convolutions use relu)."""
-    layer_norm: bool = option(False, read_if=TRUNK)
-    """Apply layer normalisation before each hidden activation."""
     base_inputs: Count | None = option(None, read_if=TRUNK)
     """Vector observations of more numbers than this, n, are multiplied by base_inputs / n after
     their normalisation, and the initial weights of the first hidden layer and of model.recurrent by
@@ -929,6 +927,10 @@ class RolloutConfig:
     """Sampling temperature: logits are divided by it, while sampling and while training."""
     stop: tuple[Text, ...] = ()
     """Texts that end a response, besides the end-of-sequence tokens of model and tokenizer."""
+    oversampling: Annotated[float, Limit(ge=0, le=10)] = 0.0
+    """Share of the prompts of a batch that are begun in addition. An update ends when its batch is
+    complete; the other responses go on in the next with the newest weights (partial rollouts), and
+    algorithm.off_policy_correction corrects for the older ones. 0: all responses are completed."""
     truncation: Literal["terminal", "drop"] = "terminal"
     """Response cut at response_length: terminal grades it as it is, drop omits it from the loss."""
     overlong_buffer: Natural = 0

@@ -367,6 +367,7 @@ def make_rollout(
         group_size=a.group_size,
         # Without a filter the first round of generation is the batch.
         filter_rounds=0 if a.group_filter is None else a.group_filter_rounds,
+        oversampling=config.rollout.oversampling,
         shuffle=config.data.shuffle,
         truncation=Truncation(
             treatment=config.rollout.truncation,

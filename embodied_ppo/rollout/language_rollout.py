@@ -7,6 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -26,6 +27,7 @@ from embodied_ppo.rollout.generation.engine import Generation, Generator
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.group_filter import GroupFilter
 from embodied_ppo.rollout.group_rewards import GroupRewards
+from embodied_ppo.rollout.partial_responses import PartialResponses, Responses
 from embodied_ppo.rollout.recorded_responses import grade_columns
 from embodied_ppo.rollout.rewards.graders import Grade, Graders, extra_sums, refuse_failures
 
@@ -96,6 +98,7 @@ class ReasoningRollout:
         seed: int,
         group_size: int = 1,
         filter_rounds: int = 0,
+        oversampling: float = 0.0,
         shuffle: bool | Literal["success"] = True,
         truncation: Truncation | None = None,
         reward_groups: Sequence[RewardGroup] = (),
@@ -117,6 +120,8 @@ class ReasoningRollout:
             group_size: Responses to each prompt.
             filter_rounds: Rounds in which ``collect`` may draw prompts to fill a batch with groups
                 of right and wrong responses; 0: groups are not filtered.
+            oversampling: Share of a batch that is generated in addition, see ``PartialResponses``.
+                Not with ``filter_rounds``.
             shuffle: Whether to shuffle the prompts in every epoch; "success": with weights by the
                 success of all processes' responses, see ``Sampler``.
             truncation: Treatment of truncated responses.
@@ -136,6 +141,10 @@ class ReasoningRollout:
         self.filter: GroupFilter | None = None
         if filter_rounds:
             self.filter = GroupFilter(batch // self.ranks.world, group_size, filter_rounds)
+        groups, kind = batch // self.ranks.world, {"response_length": sampling.max_tokens}
+        kind |= {"rollout rank": self.ranks.rank, "rollout processes": self.ranks.world}
+        extra = math.ceil(oversampling * groups)
+        self.partial = PartialResponses(groups, extra, group_size, kind)
         self.by_success = shuffle == "success"
         self.sampler = Sampler(
             *(len(prompts), batch, seed, bool(shuffle)),
@@ -146,7 +155,7 @@ class ReasoningRollout:
         self.width = max(len(p.ids) for p in prompts) + sampling.max_tokens - 1
         self.cpu_s = {"generate": 0.0, "grade": 0.0}
         self._noticed = set[str]()  # topics of ``_notice_once``
-        self._failures = 0  # of graders, in the last call of ``_respond``
+        self._failures = 0  # of graders, in the last call of ``_grade``
 
     def collect(self, horizon: int, *, update: int, version: int) -> tuple[Trajectory, Metrics]:
         """Generate and grade one batch of responses.
@@ -168,8 +177,13 @@ class ReasoningRollout:
         """
         assert horizon == self.sampling.max_tokens
         if self.filter is None:
-            rows, offset = self._draw([self.sampler.batch // self.ranks.world] * self.ranks.world)
-            trajectory, metrics, grades = self._respond(rows, offset, update, version)
+            # What the last update has not completed comes first.
+            drawn, _ = self._draw([self.partial.missing] * self.ranks.world)
+            rows = [*self.partial.prompts, *drawn]
+            offset = self.ranks.rank * len(rows) * self.group_size
+            responses = self.partial.take(self._generate(rows, offset, update, version))
+            rows = responses.prompt[:: self.group_size].tolist()
+            trajectory, metrics, grades = self._grade(responses)
             self._record_success(rows, grades, len(rows))
             refuse_failures(grades, self.graders.last_failure, "update")
             return trajectory, metrics
@@ -186,7 +200,8 @@ class ReasoningRollout:
                 self._record_success([], [], max(missing))
                 self.filter.round += 1
                 continue
-            trajectory, metrics, grades = self._respond(rows, offset, update, version)
+            responses = self._generate(rows, offset, update, version)
+            trajectory, metrics, grades = self._grade(responses)
             self._record_success(rows, grades, max(missing))
             graded += grades
             refuse_failures(graded, self.graders.last_failure, "update")
@@ -248,35 +263,46 @@ class ReasoningRollout:
         drawn, success, counted = self._gather(results)  # [responses of all processes] each
         self.sampler.record(drawn[counted > 0].tolist(), success[counted > 0].tolist())
 
-    def _respond(
+    def _generate(
         self, rows: Sequence[int], response_offset: int, update: int, version: int
-    ) -> tuple[Trajectory, Metrics, list[Grade]]:
-        """Generate and grade ``group_size`` responses to each of some prompts.
+    ) -> Responses:
+        """Generate ``group_size`` responses to each of some prompts.
 
         Args:
-            rows: Indices of the prompts.
+            rows: Indices of the prompts, first those of unfinished responses.
             response_offset: Number of the first response in the update, over all processes.
             update, version: See ``collect``.
         """
-        prompts = [self.prompts[i] for i in rows for _ in range(self.group_size)]
         start = time.process_time()
-        key = sampling_key(self.seed, update, "generate")
+        prompt = torch.tensor(rows).repeat_interleave(self.group_size)
         # Samples are numbered over all processes, so that the random numbers of a response do not
         # depend on the number of processes.
-        samples = torch.arange(response_offset, response_offset + len(prompts))
-        ids = [p.ids for p in prompts]
-        generation = self.generator.generate(ids, self.sampling, seed=key, samples=samples)
-        # Decode and grade the texts.
-        generated = time.process_time()
+        samples = torch.arange(response_offset, response_offset + len(prompt))
+        options: dict[str, Any] = {}
+        if self.partial.extra or self.partial.unfinished:
+            begun = self.partial.unfinished
+            options["begun"] = None if begun is None else begun.generation
+            options["enough"] = partial(self.partial.enough, len(prompt))
+        ids = [self.prompts[i].ids for i in prompt.tolist()]
+        key = sampling_key(self.seed, update, "generate")
+        generation = self.generator.generate(
+            ids, self.sampling, seed=key, samples=samples, **options
+        )
+        self.cpu_s["generate"] += time.process_time() - start
+        return Responses(prompt, generation, self.partial.versions(generation, version))
+
+    def _grade(self, responses: Responses) -> tuple[Trajectory, Metrics, list[Grade]]:
+        """Decode and grade the texts of complete responses."""
+        start, generation = time.process_time(), responses.generation
+        prompts = [self.prompts[i] for i in responses.prompt.tolist()]
         tokens, lengths = generation.token.tolist(), generation.length.tolist()
         texts = [self.text(row[:n]) for row, n in zip(tokens, lengths, strict=True)]
         failures = self.graders.failures
         graded = zip(prompts, texts, strict=True)
-        responses = [(p.data_source, text, p.ground_truth, p.extra) for p, text in graded]
-        grades = self.graders.grade(responses, prompts)
+        answers = [(p.data_source, text, p.ground_truth, p.extra) for p, text in graded]
+        grades = self.graders.grade(answers, prompts)
         self._failures = self.graders.failures - failures
-        self.cpu_s["generate"] += generated - start
-        self.cpu_s["grade"] += time.process_time() - generated
+        self.cpu_s["grade"] += time.process_time() - start
         # Only the first failure is reported; rollout/grader_failures counts all.
         if self._failures:
             cause = self.graders.last_failure
@@ -288,7 +314,7 @@ class ReasoningRollout:
                 f"all {len(valid)} responses of an update scored {valid[0].score:g}; equal scores"
                 " give no learning signal",
             )
-        trajectory, penalties = self._trajectory(prompts, generation, grades, version)
+        trajectory, penalties = self._trajectory(prompts, responses, grades)
         return trajectory, self._metrics(prompts, generation, grades, penalties), grades
 
     def _notice_once(self, topic: str, text: str) -> None:
@@ -300,15 +326,15 @@ class ReasoningRollout:
     def _trajectory(
         self,
         prompts: Sequence[Prompt],
-        generation: Generation,
+        responses: Responses,
         grades: Sequence[Grade],
-        version: int,
     ) -> tuple[Trajectory, dict[str, Tensor]]:
         """Return the graded responses as a trajectory [T, N], and penalties of the score [N].
 
         Responses that could not be graded are masked.
         """
-        device, t = generation.token.device, self.sampling.max_tokens
+        generation, t = responses.generation, self.sampling.max_tokens
+        device = generation.token.device
         n = len(prompts)
         starts = upload([len(p.ids) for p in prompts], device)  # [N] prompt lengths
         # [N, width + 1], prompt and response without a gap; the last token is never an input.
@@ -352,7 +378,7 @@ class ReasoningRollout:
             terminated=last.T.contiguous(),
             truncated=torch.zeros_like(last.T),
             mask=mask.T.contiguous(),
-            version=torch.full((t, n), version, device=device),
+            version=responses.version.T.contiguous(),
             grades=None
             if self.recorded_terms is None
             else grade_columns(prompts, grades, self.recorded_terms).to(device),
@@ -395,12 +421,13 @@ class ReasoningRollout:
         return metrics | {f"reward/{name}": Mean(*x) for name, x in parts.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the data. Everything else depends on seed and update only."""
-        return {"sampler": self.sampler.state()}
+        """Return the position in the data and the unfinished responses of this process."""
+        return {"sampler": self.sampler.state(), "partial": self.partial.state()}
 
     def load_state(self, state: Mapping[str, Any], notice: Say = lambda text: None) -> None:
         """Continue from ``state()``; raise ConfigError if it belongs to other data."""
         self.sampler.load_state(state["sampler"])
+        self.partial.load_state(state.get("partial"), notice)
 
     def close(self) -> None:
         """Stop the graders' processes."""

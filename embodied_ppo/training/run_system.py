@@ -192,10 +192,11 @@ def resume(
         if rollout is not None:
             # Several rollout processes store a list, one process its state alone.
             states = training["rollout"].get("processes", [training["rollout"]])
-            # A state of simulators belongs to one process. Language models have one state for all
-            # processes.
+            # A state of simulators belongs to one process. Those of language models fit any process
+            # but for the responses that this process has begun.
             if len(states) == world or rollout.one_state:
-                rollout.load_state(states[0 if rollout.one_state else rank], notice=notice)
+                own = states[rank if len(states) == world else 0]
+                rollout.load_state(own, notice=notice)
             else:
                 change = f"number of processes that simulate was {len(states)}, is {world}"
                 notice(f"resume: {change}; all episodes start again")

@@ -97,6 +97,7 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "actor.model.lora_rank": (2, {"actor.model.path": str(FILES / "model")}),
     "critic.model.path": (str(FILES / "model"), {}),
     "critic.model.lora_rank": (2, {"actor.model.path": str(FILES / "model")}),
+    "rollout.oversampling": (1.0, {"algorithm.off_policy_correction": "token"}),
     "rollout.stop": (["0", "11"], {}),
     "data.train": ([str(FILES / "more.jsonl")], PROMPTS),
     "data.prompt_key": ("task", PROMPTS),

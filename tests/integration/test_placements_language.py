@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -155,6 +156,23 @@ def test_run_resumes_bit_for_bit_in_other_placements(
     assert "episodes start again" not in (tmp_path / "two" / "log.txt").read_text()
 
 
+@pytest.mark.slow
+def test_unfinished_responses_are_in_checkpoints(cached_run: CachedRuns, tmp_path) -> None:
+    """Those of each process; another number of processes drops them with a line."""
+    options = {"rollout__oversampling": 0.5, "algorithm__off_policy_correction": "token"}
+    one, two = cached_run(**options), cached_run(**options, **TWO_LEARNERS["fused"])
+    assert rows(cached_run(**options, **EQUAL_TO_LOCAL["disaggregated"])) == rows(one)
+    assert 0 < rows(one)[-1]["rollout/version_lag"] < 1
+    for run, placed in ((one, {}), (two, TWO_LEARNERS["fused"])):
+        first = str(run / "checkpoints" / "step_000001")
+        resumed = train(tmp_path / f"{len(placed)}", **options, **placed, resume=first)
+        assert resumed[-1] == rows(run)[-1]
+    assert "dropped" not in (tmp_path / "0" / "log.txt").read_text()
+    train(tmp_path / "other", **options, resume=str(two / "checkpoints" / "step_000002"))
+    line = "resume: rollout processes changed; unfinished responses are dropped"
+    assert line in (tmp_path / "other" / "log.txt").read_text()
+
+
 SHARDED: dict[str, dict[str, Any]] = {
     "fused": TWO_LEARNERS["fused"],
     "disaggregated": {"placement": "disaggregated", "cluster__devices_per_node": 4},
@@ -278,17 +296,21 @@ def test_groups_of_several_rollouts_are_those_of_one(files: dict[str, Any], tmp_
 
 
 @pytest.mark.slow
-def test_max_lag_lets_rollouts_run_ahead(files: dict[str, Any], tmp_path) -> None:
+@pytest.mark.parametrize("oversampling", [0.0, 0.5])
+def test_max_lag_lets_rollouts_run_ahead(
+    oversampling: float, files: dict[str, Any], tmp_path
+) -> None:
     """A resumed run collects again what was not trained on: the next prompts are the same."""
     options = {"placement": "disaggregated", "cluster__devices_per_node": 4, "cluster__max_lag": 1}
     options |= {**files, "data__shuffle": "success", "algorithm__off_policy_correction": "token"}
+    options |= {"rollout__oversampling": oversampling}
     metrics = train(tmp_path / "run", **options)
     first = tmp_path / "run" / "checkpoints" / "step_000001"
     train(tmp_path / "resumed", **options, resume=str(first))
     for update in (2, 3):
         assert prompts(tmp_path / "resumed", update) == prompts(tmp_path / "run", update)
     lags = [row["rollout/version_lag"] for row in metrics if "rollout/version_lag" in row]
-    assert lags == [0.0, 1.0, 1.0]
+    assert [math.floor(lag) for lag in lags] == [0, 1, 1] and (lags[-1] > 1) == (oversampling > 0)
 
 
 def test_refused_options_leave_no_files(tmp_path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from embodied_envs.base import tree
 from embodied_envs.base.errors import TrainingError
 from embodied_ppo.core.errors import RunRefused
 from embodied_ppo.data.prompts import Prompt, Sampler
@@ -20,12 +21,12 @@ from embodied_ppo.policies import causal_lm
 from embodied_ppo.policies.causal_lm import LanguageCritic, LanguagePolicy
 from embodied_ppo.ppo.critic import LocalCritic
 from embodied_ppo.ppo.language_actor import language_ppo
-from embodied_ppo.rollout.generation.engine import Generation
+from embodied_ppo.rollout.generation.engine import Engine, Generation
 from embodied_ppo.rollout.generation.sampling import Sampling
 from embodied_ppo.rollout.language_rollout import ReasoningRollout, Truncation
 from embodied_ppo.rollout.rewards.graders import FAILED, Grade
 from embodied_ppo.training.logging import numbers
-from tests.policies.test_causal_lm import TINY
+from tests.policies.test_causal_lm import TINY, make
 
 END = 2
 
@@ -243,12 +244,42 @@ def test_a_failed_response_is_not_trained_on(adv_type: Any) -> None:
         assert bool(a.isfinite().all())
 
 
-def test_load_state_continues_the_order_of_prompts() -> None:
-    x, y = rollout(batch=3), rollout(batch=3)
-    for update in range(3):
-        x.collect(4, update=update, version=0)
-    y.load_state(x.state())
-    for update in (3, 4):
-        one, other = (z.collect(4, update=update, version=0)[0] for z in (x, y))
-        assert isinstance(one.obs, dict) and isinstance(other.obs, dict)
-        assert torch.equal(one.obs["row"], other.obs["row"])
+def test_unfinished_responses_go_on_with_newer_weights() -> None:
+    """Each token has the log-probability of the policy whose version it has."""
+    policy, sampling = make(), Sampling(12, stop_ids=(2, *range(30, 40)))
+    options: dict[str, Any] = {"sampling": sampling, "batch": 2, "oversampling": 0.5}
+
+    def make_rollout(group_size: int = 2) -> ReasoningRollout:
+        graders = FixedGraders([Grade(0.0)] * 24)
+        generator = Engine(policy, slots=8, pad_id=0)
+        return rollout(generator=generator, graders=graders, group_size=group_size, **options)
+
+    x, y = make_rollout(), make_rollout()
+    weights, lags, begun = [], set[int](), 0
+    for version in range(6):
+        weights.append(copy.deepcopy(policy))
+        state = x.state()
+        t, _ = x.collect(12, update=version, version=version)
+        y.load_state(state)
+        again, _ = y.collect(12, update=version, version=version)
+        assert all(map(torch.equal, tree.leaves(t), tree.leaves(again))), "equal after a resume"
+        assert isinstance(t.obs, dict)
+        assert torch.equal(t.obs["place"][0, ::2], t.obs["place"][0, 1::2]), "adjacent groups"
+        for i in range(4):
+            n = int(t.terminated[:, i].nonzero()) + 1
+            places, tokens = t.obs["place"][:n, i], t.action[:n, i]
+            for k, lag in enumerate((version - t.version[:n, i]).tolist()):
+                actor = weights[version - lag]
+                hidden = actor.hidden(t.obs["row"][None, :, i], places[None])
+                expected = actor.view(hidden, tokens[None]).log_prob[0, k]
+                torch.testing.assert_close(t.log_prob[k, i], expected, rtol=0, atol=1e-5)
+                lags.add(lag)
+            begun += len(set(t.version[:n, i].tolist())) > 1
+        with torch.no_grad():
+            for w in policy.parameters():
+                w += 0.1 * torch.randn_like(w)
+    assert max(lags) > 0 and begun, "some responses have tokens of two policies"
+    notices: list[str] = []
+    other = make_rollout(group_size=1)
+    other.load_state(x.state(), notices.append)
+    assert other.partial.unfinished is None and "group_size changed" in notices[0]

@@ -66,6 +66,11 @@ def check(config: Config) -> None:
         " cloning.steps": vllm and config.cloning.steps,
         f"write warm_start.steps=0: initial_policy = {config.initial_policy} is trained"
         " already": config.initial_policy is not None and config.warm_start.steps,
+        "write algorithm.off_policy_correction=token: with rollout.oversampling ="
+        f" {r.oversampling:g} responses have tokens of several policies": r.oversampling
+        and a.off_policy_correction is None,
+        f"write rollout.oversampling=0: {r.oversampling:g} needs rollout.engine=builtin and"
+        " algorithm.group_filter=null": r.oversampling and (vllm or a.group_filter is not None),
         "write actor.model.path=DIRECTORY, which rollout.engine = vllm reads, or"
         " engine=builtin": vllm and new_model,
     }

@@ -65,6 +65,8 @@ class Generator(Protocol):
         *,
         seed: int,
         samples: Tensor | None = None,
+        begun: Generation | None = None,
+        enough: Callable[[Sequence[int]], bool] | None = None,
     ) -> Generation:
         """Generate one response to each of N prompts.
 
@@ -74,6 +76,9 @@ class Generator(Protocol):
             seed: Seed of sampling.
             samples: int64 [N], None: 0, 1, ... The random numbers of row n depend on (seed,
                 samples[n]) only, not on the other rows.
+            begun: Tokens that the first responses have already; complete ones stay. None: none.
+            enough: Whether generation may end while the responses of these rows are incomplete;
+                None: it never ends before all are complete.
         """
         ...
 
@@ -143,6 +148,8 @@ class Engine:
         *,
         seed: int,
         samples: Tensor | None = None,
+        begun: Generation | None = None,
+        enough: Callable[[Sequence[int]], bool] | None = None,
     ) -> Generation:
         """See ``Generator``. Adjacent equal prompts are prefilled once."""
         assert prompts and all(len(p) > 0 for p in prompts)
@@ -155,8 +162,10 @@ class Engine:
         slots, weight = min(self.slots, n), self.policy.model.lm_head.weight
         cache = self._allocate(slots, longest + sampling.max_tokens)
         state = _State(slots, sampling, self.pad_id, u, self._rounds, self.decode)
+        if begun is not None:
+            prompts = state.resume(begun, prompts)
         with nullcontext() if self._model else precision(weight, self.policy.compute):
-            self._decode_all(cache, state, prompts)
+            self._decode_all(cache, state, prompts, enough)
         t = sampling.max_tokens
         return Generation(state.token[:, :t], state.length, state.stopped, state.log_prob[:, :t])
 
@@ -169,15 +178,26 @@ class Engine:
         self._cache = self._rounds = self._model = None
 
     # --------------------------------------------------------------------------------------- passes
-    def _decode_all(self, cache: _Cache, state: _State, prompts: Sequence[Sequence[int]]) -> None:
-        """Generate all responses."""
-        slots, waiting = len(state.row), list(range(len(prompts) - 1, -1, -1))
-        while waiting or state.active:
+    def _decode_all(
+        self,
+        cache: _Cache,
+        state: _State,
+        prompts: Sequence[Sequence[int]],
+        enough: Callable[[Sequence[int]], bool] | None,
+    ) -> None:
+        """Generate all responses that are incomplete, or until there are enough.
+
+        Args:
+            prompts: Token ids of each prompt and of the beginning of its response.
+            enough: See ``Generator``.
+        """
+        slots, waiting = len(state.row), state.incomplete()[::-1]
+        while (waiting or state.active) and not (enough and enough([*waiting, *state.rows])):
             # Prefill when enough slots are free, when nothing else runs, or when the last prompts
             # fit.
             free = slots - state.active
-            enough = max(1, int(REFILL * slots))
-            if waiting and (free >= enough or not state.active or free >= len(waiting)):
+            refill = max(1, int(REFILL * slots))
+            if waiting and (free >= refill or not state.active or free >= len(waiting)):
                 rows = [waiting.pop() for _ in range(min(free, len(waiting)))]
                 new_prompts, first = [prompts[r] for r in rows], state.active
                 logits = self._prefill(cache, state, new_prompts)
@@ -369,8 +389,10 @@ class _State:
         self.stopped = torch.zeros(n, dtype=torch.bool, device=device)
         self.stop_ids = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=device)
         self.active = 0
-        # Tokens of the response in each active slot. On the host, so that it need not wait.
+        # Response in each active slot, and its tokens. On the host, so that it need not wait.
+        self.rows = list[int]()
         self.lengths = list[int]()
+        self.begun = [0] * n  # tokens that each response had before
         self.cached_lengths = list[int]()  # tokens of each active slot in the cache
         self.row = torch.zeros(slots, dtype=torch.int64, device=device)
         # Newest token of each slot, not in the cache yet.
@@ -384,13 +406,28 @@ class _State:
         """Largest number of tokens of an active slot in the cache; 0 without active slots."""
         return max(self.cached_lengths, default=0)
 
+    def resume(self, begun: Generation, prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        """Start from the first responses' tokens; return what precedes each next token."""
+        n, steps = begun.token.shape
+        self.token[:n, :steps], self.log_prob[:n, :steps] = begun.token, begun.log_prob
+        self.length[:n], self.stopped[:n] = begun.length, begun.stopped
+        self.begun[:n] = begun.length.tolist()
+        parts = zip(prompts, self.token.tolist(), self.begun, strict=True)
+        return [[*prompt, *row[:length]] for prompt, row, length in parts]
+
+    def incomplete(self) -> list[int]:
+        """Return the responses that may go on."""
+        complete = (self.stopped | (self.length >= self.sampling.max_tokens)).tolist()
+        return [row for row, ended in enumerate(complete) if not ended]
+
     def begin(self, rows: list[int], prompts: list[Sequence[int]]) -> None:
         """Assign responses to the slots after the active ones, whose prompts are in the cache."""
         slots = slice(self.active, self.active + len(rows))
         lengths = [len(p) for p in prompts]
         # One transfer for rows and lengths.
         self.row[slots], self.cached[slots] = upload([rows, lengths], self.row.device)
-        self.lengths += [0] * len(rows)
+        self.rows += rows
+        self.lengths += [self.begun[row] for row in rows]
         self.cached_lengths += lengths
         self.active += len(rows)
 
@@ -447,9 +484,9 @@ class _State:
             source, target = upload([sources, targets], self.row.device)
             for x in (*cache.keys_and_values, self.row, self.last, self.cached):
                 x[target] = x[source]
-        for lengths in (self.lengths, self.cached_lengths):
+        for values in (self.rows, self.lengths, self.cached_lengths):
             for source, target in zip(sources, targets, strict=True):
-                lengths[target] = lengths[source]
-            del lengths[remaining:]
+                values[target] = values[source]
+            del values[remaining:]
         self.finished[: self.active] = False
         self.active = remaining

@@ -9,7 +9,7 @@ last bits of the logits.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -101,8 +101,11 @@ class VllmEngine:
         *,
         seed: int,
         samples: Tensor | None = None,
+        begun: Generation | None = None,
+        enough: Callable[[Sequence[int]], bool] | None = None,
     ) -> Generation:
-        """See ``Generator``."""
+        """See ``Generator``; the options of a run never ask for ``begun`` or ``enough``."""
+        assert begun is None and enough is None
         if self._is_sleeping:
             self.llm.wake_up()
             self._is_sleeping = False

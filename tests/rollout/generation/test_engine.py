@@ -55,14 +55,6 @@ def test_greedy_tokens_equal_those_of_transformers(kind: str, more: dict[str, An
         assert not result.token[i, n:].any()
 
 
-@pytest.mark.parametrize("slots", [1, 3])
-def test_tokens_do_not_depend_on_the_number_of_slots(slots: int) -> None:
-    policy, sampling = make(), Sampling(20, stop_ids=(2, *range(30, 40)))
-    expected = engine(policy).generate(PROMPTS, sampling, seed=5)
-    assert len(set(expected.length.tolist())) > 3, "lengths should differ"
-    assert_equal(engine(policy, slots).generate(PROMPTS, sampling, seed=5), expected)
-
-
 def test_a_response_depends_on_seed_and_sample_number() -> None:
     policy, sampling = make(), Sampling(10)
     token = engine(policy).generate(PROMPTS, sampling, seed=5).token
@@ -146,6 +138,24 @@ def test_fixed_shapes_give_the_same_tokens(slots: int) -> None:
     ]
     assert_equal(*both)
     assert both[0].stopped.any()
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("slots", [1, 3, 64])
+def test_responses_go_on_where_they_ended(slots: int, static: bool) -> None:
+    """Parts of a generation give the tokens of a whole one, whatever the number of slots."""
+    policy, sampling = make(), Sampling(20, stop_ids=(2, *range(30, 40)))
+    e, whole = engine(policy, slots, static=static), None
+    expected = engine(policy).generate(PROMPTS, sampling, seed=5)
+    assert len(set(expected.length.tolist())) > 3, "lengths should differ"
+    for prompts, most in ((PROMPTS[:5], 2), (PROMPTS, 3), (PROMPTS, 3), (PROMPTS, 0)):
+        enough = lambda incomplete, most=most: len(incomplete) <= most
+        whole = e.generate(prompts, sampling, seed=5, begun=whole, enough=enough)
+        complete = whole.stopped | (whole.length == 20)
+        assert 0 <= int((~complete).sum()) <= most
+    assert whole is not None
+    assert_equal(whole, expected)
 
 
 @each_family
