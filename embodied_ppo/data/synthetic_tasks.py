@@ -87,10 +87,6 @@ class Task:
         assert answer is not None
         return Problem("+".join(f"{x:02d}" for x in operands) + "=", answer, operands)
 
-    def respond(self, problem: Problem) -> str:
-        """Return the correct response, without the end token."""
-        return self.write(problem.operands, lambda: False)
-
 
 def _sum(a: int, b: int, *, forget: bool) -> int:
     """Return a + b. With forgotten carries each digit is the sum of two digits modulo 10."""

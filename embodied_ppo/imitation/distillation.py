@@ -168,10 +168,6 @@ class GuidedPolicy(nn.Module):
     differ). Log-probabilities and values are 0, because nothing reads them.
     """
 
-    share: Tensor
-    low: Tensor
-    high: Tensor
-
     def __init__(
         self,
         student: ActorCritic,
@@ -202,9 +198,8 @@ class GuidedPolicy(nn.Module):
         self.memory_size = student.memory_size
         # Buffers, because compiled code reads their current values.
         device = student.policy_head.weight.device
-        self.register_buffer("share", torch.zeros((), device=device), persistent=False)
-        for name, x in zip(("low", "high"), bounds, strict=True):
-            self.register_buffer(name, x.to(device), persistent=False)
+        self.share = nn.Buffer(torch.zeros((), device=device), persistent=False)
+        self.low, self.high = (nn.Buffer(x.to(device), persistent=False) for x in bounds)
         self.set_update(0)
 
     def set_update(self, update: int) -> None:

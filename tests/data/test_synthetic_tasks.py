@@ -67,7 +67,8 @@ def test_problems(task: Task) -> None:
     problems = train + held_out
     assert len({p.prompt for p in problems}) == len(problems), "the parts are disjoint"
     assert len({p.operands for p in problems}) == len(problems)
-    assert max(len(task.respond(p)) for p in problems) + 1 == task.response_length
+    longest = max(len(task.write(p.operands, lambda: False)) for p in problems)
+    assert longest + 1 == task.response_length
     if task is ARITHMETIC:
         assert len(problems) == 100 * 100
     else:
@@ -78,10 +79,10 @@ def test_problems(task: Task) -> None:
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_responses_without_forgotten_carries_are_correct(task: Task) -> None:
     for p in SPLITS[task.name][1]:
-        result = grade(task, task.respond(p), p.answer)
+        result = grade(task, task.write(p.operands, lambda: False), p.answer)
         assert result == {"score": 1.0, "acc": True, "pred": p.answer, "format": True}
         demonstrations = synthetic_tasks.demonstrations(replace(task, forget=0.0), [p], 1, seed=0)
-        assert demonstrations == [(p.prompt, task.respond(p))]
+        assert demonstrations == [(p.prompt, task.write(p.operands, lambda: False))]
 
 
 # ------------------------------------------------------------------------------------------- grader

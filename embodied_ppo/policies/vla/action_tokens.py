@@ -71,11 +71,11 @@ class Tokens(VLAPolicy, Generic[Context]):
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits at temperature 1, float32 [.., K]."""
 
-    @abstractmethod
     def grounding(self, context: Context, first_hidden: Tensor) -> Grounding | None:
         """Return the input of cloning's auxiliary loss; ``first_hidden`` [B, D] predicts the
         first token.
         """
+        return Grounding(first_hidden)
 
     @property
     def intervals(self) -> int:

@@ -320,13 +320,10 @@ class Prompts(nn.Module):
         mask: bool [S, L], not padding.
     """
 
-    ids: Tensor
-    mask: Tensor
-
     def __init__(self, ids: Tensor, mask: Tensor) -> None:
         super().__init__()
-        self.register_buffer("ids", ids, persistent=False)
-        self.register_buffer("mask", mask, persistent=False)
+        self.ids = nn.Buffer(ids, persistent=False)
+        self.mask = nn.Buffer(mask, persistent=False)
 
 
 class OpenVLA(InferenceModule):

@@ -181,11 +181,6 @@ class ActionTokens:
         moved = {name: getattr(self, name).to(device) for name in ("edges", "low", "high", "mask")}
         return replace(self, **moved)
 
-    @property
-    def dim(self) -> int:
-        """Number of action dimensions, A."""
-        return self.low.shape[0]
-
     def scaled(self, action: Tensor) -> Tensor:
         """Convert actions of the environment [.., A] to x, float64."""
         a = action.double()
@@ -203,10 +198,6 @@ class ActionTokens:
         """Return the centres of bins of any shape, float64 in (-1, 1)."""
         centers = (self.edges[:-1] + self.edges[1:]) / 2
         return centers[bins.long().clamp_max(len(centers) - 1)]
-
-    def actions(self, bins: Tensor) -> Tensor:
-        """Convert bins [.., A] to actions in the units of the environment, float32."""
-        return self.unscaled(self.values(bins))
 
     def unscaled(self, x: Tensor) -> Tensor:
         """Convert x [.., A] to actions in the units of the environment, float32."""

@@ -315,8 +315,7 @@ class PI0(Flow, lora.Adapted):
         self.size_notice = pi0_files.size_notice(published, config, self.trunk.names, task)
         generator = torch.Generator().manual_seed(0)
         initial_noise = torch.randn(self.horizon, self.padded, generator=generator)
-        self.initial_noise: Tensor
-        self.register_buffer("initial_noise", initial_noise, persistent=False)
+        self.initial_noise = nn.Buffer(initial_noise, persistent=False)
         self.dtype = getattr(torch, config.dtype)
         self.rank = config.lora_rank
         if self.rank:

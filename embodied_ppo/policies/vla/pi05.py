@@ -136,19 +136,13 @@ class PromptTrunk(PI0Trunk):
         self._check_tokenizer(numbers)
         self.state_numbers = self.encoder.vector_size
         edges = torch.linspace(-1, 1, BINS + 1, dtype=torch.float64)[:-1]
-        for name, x in (
-            ("edges", edges),
-            ("numbers", pad_rows(numbers, PAD)),
-            ("end", pad_rows([self.prompt_tokenizer.ids(END)], PAD)),
-        ):
-            self.register_buffer(name, x, persistent=False)
-
-    # Lower limits of the intervals, float64 [256].
-    edges: Tensor
-    # Ids of " -1", " 0", .. " 255", int64 [257, n], padded with PAD.
-    numbers: Tensor
-    # Ids of END, int64 [1, n].
-    end: Tensor
+        # Lower limits of the intervals, float64 [256].
+        self.edges = nn.Buffer(edges, persistent=False)
+        # Ids of " -1", " 0", .. " 255", int64 [257, n], padded with PAD.
+        self.numbers = nn.Buffer(pad_rows(numbers, PAD), persistent=False)
+        # Ids of END, int64 [1, n].
+        end = pad_rows([self.prompt_tokenizer.ids(END)], PAD)
+        self.end = nn.Buffer(end, persistent=False)
 
     def _check_tokenizer(self, numbers: Sequence[Sequence[int]]) -> None:
         """Compare the ids of a complete prompt with those of its parts."""

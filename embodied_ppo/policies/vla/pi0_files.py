@@ -60,16 +60,12 @@ class Statistics(nn.Module):
     They are buffers that a checkpoint does not contain. A normalised mean is -``shift``.
     """
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(self, mean: Any, std: Any, shift: float = 0.0) -> None:
         """Convert lists or tensors of n numbers."""
         super().__init__()
         self.shift = shift
-        for name, x in (("mean", mean), ("std", std)):
-            buffer = torch.as_tensor(x, dtype=torch.float32).flatten()
-            self.register_buffer(name, buffer, persistent=False)
+        numbers = (torch.as_tensor(x, dtype=torch.float32).flatten() for x in (mean, std))
+        self.mean, self.std = (nn.Buffer(x, persistent=False) for x in numbers)
 
     @classmethod
     def from_quantiles(cls, low: Tensor, high: Tensor) -> Statistics:
@@ -191,6 +187,8 @@ def read_config(raw: Mapping[str, Any], folder: str | Path) -> Any:
                 f"{label}: config.json has ", name, raw.get(name, value), value
             )
         fields = lerobot_fields(raw) if "type" in raw else openpi_fields(raw)
+        # Sizes other than the published ones are in fields of our own.
+        fields |= {name: raw[name] for name in ("vlm_config", "dit_config") if name in raw}
         config = transformers.PI0Config(**fields)
         if "vlm_config" not in fields:
             side = raw.get("image_resolution") or raw.get("resize_imgs_with_padding") or (224, 224)
@@ -235,19 +233,13 @@ def lerobot_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     fields = {name: raw[name] for name in SHARED_FIELDS if name in raw}
     if "num_steps" in raw:  # lerobot before 0.4
         fields.setdefault("num_inference_steps", raw["num_steps"])
-    return fields | _own_sizes(raw)
-
-
-def _own_sizes(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sizes other than the published ones, which are in fields of our own."""
-    return {name: raw[name] for name in ("vlm_config", "dit_config") if name in raw}
+    return fields
 
 
 def openpi_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of transformers for the config.json that openpi's conversion writes."""
-    size = int(raw.get("action_dim", 32))
-    sizes = {"max_state_dim": size, "max_action_dim": size}
-    return {"chunk_size": int(raw["action_horizon"]), **sizes, **_own_sizes(raw)}
+    size, horizon = int(raw.get("action_dim", 32)), int(raw["action_horizon"])
+    return {"chunk_size": horizon, "max_state_dim": size, "max_action_dim": size}
 
 
 def _relative(raw: Mapping[str, Any], folder: Path) -> tuple[int, ...]:

@@ -29,8 +29,9 @@ from typing import Any, Self, TypeAlias
 import torch
 from torch import Generator, Tensor, nn
 
+from embodied_envs.base import tree
 from embodied_envs.base.errors import ConfigError
-from embodied_envs.base.observation_names import INSTRUCTION
+from embodied_envs.base.observation_names import INSTRUCTION, SINGLE
 from embodied_envs.types import ActionSpec, Obs, ObsSpec
 from embodied_ppo.core.collectives import layers
 from embodied_ppo.core.types import Decision, Evaluation
@@ -54,11 +55,9 @@ class VisionEncoder(ObservationEncoder):
     """Selects images and, with ``state``, vectors; holds the tokenised prompts of the sentences."""
 
     def __init__(self, obs_spec: ObsSpec, config: ModelConfig, *, state: bool) -> None:
-        named = obs_spec if isinstance(obs_spec, dict) else {"obs": obs_spec}
-        super().__init__(
-            {n: s for n, s in named.items() if state or s.layout is not None or n == INSTRUCTION},
-            replace(config, normalize_obs=False),
-        )
+        named = tree.named(obs_spec, SINGLE).items()
+        read = {n: s for n, s in named if state or s.layout is not None or n == INSTRUCTION}
+        super().__init__(read, replace(config, normalize_obs=False))
         shapes = {name: channels_first_shape(s) for name, s in self.encoder.images.items()}
         channels, *size = next(iter(shapes.values()))
         self.image_size: tuple[int, int] = (size[0], size[1])  # height and width
@@ -178,9 +177,9 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
             self.actions = ActionTokens.from_config(body.config, config.unnorm_key)
         except ConfigError as error:
             raise ConfigError(f"model.{error}") from error
-        if self.actions.dim != self.size:
+        if len(self.actions.low) != self.size:
             raise ConfigError(
-                f"model.checkpoint={config.checkpoint}: its actions have {self.actions.dim}"
+                f"model.checkpoint={config.checkpoint}: its actions have {len(self.actions.low)}"
                 f" dimensions, the task's {self.size}; use another model.unnorm_key, or a task of"
                 " that robot"
             )
@@ -350,10 +349,6 @@ class CheckpointVLA(PublishedVLA, Tokens[Any]):
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``Tokens.logits``."""
         return self.body.logits(hidden)
-
-    def grounding(self, context: Any, first_hidden: Tensor) -> Grounding:
-        """See ``Tokens.grounding``."""
-        return Grounding(first_hidden)
 
     def actions_of(self, bins: Tensor) -> Tensor:
         """Return actions [B, C, A] of bins; units as described in the module."""

@@ -22,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from embodied_envs.base import tree
 from embodied_envs.base.errors import ConfigError
-from embodied_envs.base.observation_names import INSTRUCTION
-from embodied_envs.types import ArraySpec, Obs, ObsSpec
+from embodied_envs.base.observation_names import INSTRUCTION, SINGLE
+from embodied_envs.types import Obs, ObsSpec
 from embodied_ppo.core.collectives import gathered
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies.backbone import VECTOR, Encoder, channels_first_shape
@@ -165,9 +166,8 @@ class ObservationEncoder(nn.Module):
             ConfigError: No observation is an image.
         """
         super().__init__()
-        named: dict[str, ArraySpec] = dict(spec) if isinstance(spec, dict) else {"obs": spec}
-        self.has_instruction = named.pop(INSTRUCTION, None) is not None
-        self.encoder = Encoder(named, config)
+        self.has_instruction = isinstance(spec, dict) and INSTRUCTION in spec
+        self.encoder = Encoder(_without_instruction(spec), config)
         if not self.encoder.images:
             option = "policy" if config.checkpoint is None else "checkpoint"
             raise ConfigError(
@@ -195,11 +195,9 @@ class ObservationEncoder(nn.Module):
         self.encoder.observe(_without_instruction(obs), mask)
 
 
-def _without_instruction(obs: Obs) -> dict[str, Tensor]:
-    """Return the observations by name, except the instruction."""
-    if not isinstance(obs, dict):
-        return {"obs": obs}
-    return {name: x for name, x in obs.items() if name != INSTRUCTION}
+def _without_instruction(obs: Any) -> dict[str, Any]:
+    """Return observations, or their specs, by name, except the instruction."""
+    return {name: x for name, x in tree.named(obs, SINGLE).items() if name != INSTRUCTION}
 
 
 class Trunk(ObservationEncoder):
@@ -341,9 +339,8 @@ class Block(nn.Module):
     Its MLP is a gated linear unit (Shazeer 2020).
     """
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.q, self.out2 = nn.Linear(width, width), nn.Linear(width, width)
@@ -351,7 +348,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, heads, L, d]
+        return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)  # [B, heads, L, d]
 
     def project_memory(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values of the memory, [B, heads, P, d]."""
@@ -399,7 +396,7 @@ class ActionDecoder(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(config.width, HEADS) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(Block(config.width) for _ in range(config.depth))
         self.norm = nn.LayerNorm(config.width)
 
     def _blocks(self) -> list[Block]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import shutil
@@ -203,19 +202,13 @@ def write_files(info: Mapping[str, Any], simulator: Any, out: Path, say: Say) ->
         text = sources.get_template(f"{name}.j2").render(info, spec=spec, numbers=numbers)
         (out / name).write_text(text, encoding="utf-8")
     try:
-        _write_scene(simulator.task.spec(), out / "scene")
+        with warnings.catch_warnings():  # about an attribute that Gymnasium's models have
+            warnings.filterwarnings("ignore", message=".*settotalmass")
+            _write_scene(simulator.task.spec(), out / "scene")
     except (OSError, ValueError) as error:
         shutil.rmtree(out / "scene", ignore_errors=True)
         reason = f"that of {info['task']} cannot be written: {one_line(error)}"
         say(f"give --mujoco a scene of yours: the bundle has none, {reason}")
-
-
-@contextlib.contextmanager
-def _no_deprecation() -> Iterator[None]:
-    """Hide the warning about an attribute that Gymnasium's models have."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*settotalmass")
-        yield
 
 
 def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
@@ -226,8 +219,7 @@ def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     source, compiler = Path(spec.modelfiledir), spec.compiler
     compiler.discardvisual = True
-    with _no_deprecation():
-        spec.compile()
+    spec.compile()
     compiler.discardvisual = False
     for kind, elements in (
         (compiler.meshdir, [*spec.meshes, *spec.hfields, *spec.skins]),
@@ -240,7 +232,6 @@ def _write_scene(spec: mujoco.MjSpec, folder: Path) -> None:
                 element.file = name
     compiler.meshdir = compiler.texturedir = ""
     spec.modelfiledir = str(folder)
-    with _no_deprecation():
-        spec.compile()
-        (folder / "scene.xml").write_text(spec.to_xml(), encoding="utf-8")
+    spec.compile()
+    (folder / "scene.xml").write_text(spec.to_xml(), encoding="utf-8")
     mujoco.MjModel.from_xml_path(str(folder / "scene.xml"))

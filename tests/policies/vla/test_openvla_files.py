@@ -38,7 +38,7 @@ def test_bins_by_hand() -> None:
     (bin 0, centre -254/255). x = 1 has 256 and id 31744 (bin 255) with the centre of bin 254.
     """
     tokens = ActionTokens.from_config(CONFIG)
-    assert tokens.dim == 3
+    assert len(tokens.low) == 3
     # The third dimension is not normalised.
     gripper = torch.tensor([[0.0, 0.0, x] for x in (-1.0, 0.0, 0.999, 1.0, 5.0)])
     k = tokens.bins(gripper)[:, 2]
@@ -54,7 +54,7 @@ def test_unnormalisation_by_hand() -> None:
     The third dimension is not normalised.
     """
     tokens = ActionTokens.from_config(CONFIG, "bridge_orig")
-    action = tokens.actions(torch.tensor([254, 0, 254], dtype=torch.uint8))
+    action = tokens.unscaled(tokens.values(torch.tensor([254, 0, 254], dtype=torch.uint8)))
     assert action.dtype == torch.float32
     torch.testing.assert_close(
         action, torch.tensor([1.9921569, 0.0019608, 0.9960784]), rtol=0, atol=1e-6
@@ -76,7 +76,7 @@ def test_bins_agree_with_the_published_code() -> None:
         31999 - tokens.bins(action)[:, 2].numpy(), 32000 - np.digitize(x.clip(-1, 1), edges)[:, 2]
     )
     every = torch.arange(256).unsqueeze(1).expand(-1, 3)
-    assert torch.equal(tokens.bins(tokens.actions(every)), every.clamp_max(254))
+    assert torch.equal(tokens.bins(tokens.unscaled(tokens.values(every))), every.clamp_max(254))
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,7 @@ def test_gripper_uses_the_sign_of_the_simulator(tmp_path) -> None:
     policy = CheckpointVLA(SPEC, box, config, chunk=C, sentences=SENTENCES, closes=1.0)
     bins = torch.arange(K).view(K, 1, 1).expand(K, C, A)
     assert policy.actions is not None
-    raw, action = policy.actions.actions(bins), policy.actions_of(bins)
+    raw, action = policy.actions.unscaled(policy.actions.values(bins)), policy.actions_of(bins)
     assert torch.equal(action[..., 0], raw[..., 0])
     assert torch.equal(action[..., 1], torch.where(raw[..., 1] > 0.5, -1.0, 1.0))
     bins = policy.bins_of(torch.tensor([[[0.0, 1.0], [0.0, -1.0]]]))  # closed is 0, open is 1
