@@ -38,6 +38,7 @@ from embodied_ppo.core.cuda_graph import CudaGraph, Example, trace
 Function: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 
 COMPILER_VERSION_S = 20.0  # time limit of ``$CXX --version``, seconds
+COMPILER_TIME_S = 120.0  # time limit for a small file of C++, seconds
 # Time limit of one compilation, seconds; a small network takes 15 to 40 s on one core.
 DEADLINE_S = 900.0
 PARENT_CHECK_S = 0.5  # interval at which a compiling process checks that its run is alive, seconds
@@ -181,42 +182,80 @@ def _load(path: Path) -> Function:
             file.write(library)
             file.flush()
             functions = ctypes.CDLL(file.name)
-        return _Functions(path, functions).call
+        return CFunction(path, functions)
     except (OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
         fact = f"{path}: the compiled code cannot be loaded ({error})"
         raise RuntimeError(f"{fact}; delete this file, if it is damaged") from error
 
 
-class _Functions:
-    """The C functions of a library, see torch's inductor/aoti_runtime/interface.h."""
+class CFunction:
+    """The function of a library, called by its C interface, see torch's aoti_runtime/interface.h.
+
+    Attributes:
+        run: C function AOTInductorModelContainerRun.
+        container: Its first argument.
+    """
 
     def __init__(self, path: Path, functions: ctypes.CDLL) -> None:
         """Create the compiled model. Raises RuntimeError if that fails."""
         self.path = path
-        self._run = functions.AOTInductorModelContainerRun
-        self._container, outputs = ctypes.c_void_p(), ctypes.c_size_t()
+        self.run = functions.AOTInductorModelContainerRun
+        self.container, outputs = ctypes.c_void_p(), ctypes.c_size_t()
         # Arguments: result, number of copies of the model, device, folder of GPU code.
         if functions.AOTInductorModelContainerCreateWithDevice(
-            ctypes.byref(self._container), ctypes.c_size_t(1), b"cpu", None
+            ctypes.byref(self.container), ctypes.c_size_t(1), b"cpu", None
         ) or functions.AOTInductorModelContainerGetNumOutputs(
-            self._container, ctypes.byref(outputs)
+            self.container, ctypes.byref(outputs)
         ):
             raise RuntimeError(f"{path}: the compiled code cannot be initialised")
         self._results = ctypes.c_void_p * outputs.value
 
-    def call(self, tensors: list[Tensor]) -> list[Tensor]:
+    def __call__(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the results of the program. Raises RuntimeError if it fails."""
         # The library frees the handles of the arguments, and torch those of the results. Its
         # function for a single handle would not free it, which leaks the result.
-        handles = [_address(x, None) for x in _AOTI.unsafe_alloc_void_ptrs_from_tensors(tensors)]
-        arguments, results = (ctypes.c_void_p * len(handles))(*handles), self._results()
-        counts = ctypes.c_size_t(len(handles)), ctypes.c_size_t(len(results))
+        arguments, results = handles(tensors), self._results()
+        counts = ctypes.c_size_t(len(arguments)), ctypes.c_size_t(len(results))
         # The last arguments are the CUDA stream and the executor of operations without a C
         # interface.
-        if self._run(self._container, arguments, counts[0], results, counts[1], None, None):
+        if self.run(self.container, arguments, counts[0], results, counts[1], None, None):
             raise RuntimeError(f"{self.path}: the compiled code failed; stderr has its message")
-        capsules = [_capsule(x, None, None) for x in results]
-        return _AOTI.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+        return owned(results)
+
+
+def handles(tensors: Sequence[Tensor]) -> Any:
+    """Return new handles of tensors for C functions, which ``owned`` frees."""
+    pointers = [_address(x, None) for x in _AOTI.unsafe_alloc_void_ptrs_from_tensors([*tensors])]
+    return (ctypes.c_void_p * len(pointers))(*pointers)
+
+
+def owned(pointers: Any) -> list[Tensor]:
+    """Return the tensors of handles, which are freed."""
+    return _AOTI.alloc_tensors_by_stealing_from_void_ptrs(
+        [_capsule(x, None, None) for x in pointers]
+    )
+
+
+def native_functions(source: Path) -> ctypes.CDLL:
+    """Compile a file of C++ unless the cache holds its library, and load it.
+
+    Raises:
+        RuntimeError: The compiler fails, or the cache cannot be used.
+    """
+    flags = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC"]
+    build = torch.backends.cpu.get_cpu_capability(), _compiler(), flags
+    key = hashlib.sha256(source.read_bytes() + repr(build).encode()).hexdigest()[:20]
+    path = _libraries() / f"{key}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(prefix="embodied_ppo-native-", dir=path.parent) as folder:
+            temporary = Path(folder) / path.name
+            command = [_compiler(), *flags, "-std=c++17", str(source), "-o", str(temporary)]
+            try:
+                subprocess.run(command, capture_output=True, check=True, timeout=COMPILER_TIME_S)
+            except (OSError, subprocess.SubprocessError) as error:
+                raise RuntimeError(f"{source.name} is not compiled ({one_line(error)})") from error
+            temporary.replace(path)
+    return ctypes.CDLL(str(path))
 
 
 class Library:
@@ -343,7 +382,7 @@ class Library:
 
 @dataclass(eq=False)
 class CompileSchedule:
-    """Switches a program to compiled code at a fixed update; on a GPU the code is a CUDA graph.
+    """Switches programs to compiled code at a fixed update; on a GPU the code is a CUDA graph.
 
     The update is fixed, so that results depend neither on the content of the cache nor on the
     duration of the compilation.
@@ -355,6 +394,7 @@ class CompileSchedule:
             reason.
         notice: Called with messages for the user.
         captures: Whether the compiled function is a CUDA graph.
+        threads: Threads that run several programs.
     """
 
     # Number of schedules in this process that are waiting for their compiler.
@@ -366,44 +406,47 @@ class CompileSchedule:
     start_update: int = 0
     required: bool = False
     notice: Callable[[str], None] = lambda text: None
+    threads: int = 1
     captures: bool = field(default=False, init=False)
-    _library: Library | None = field(default=None, init=False)
-    _function: Function | None = field(default=None, init=False)
+    _libraries: list[Library] = field(default_factory=list, init=False)
+    _functions: list[Function] | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
 
-    def get(self, update: int, make_example: Callable[[], Example]) -> Function | None:
-        """Return the compiled function for ``update``, None before it is due.
+    def get(self, update: int, make_example: Callable[[], Example]) -> list[Function] | None:
+        """Return the compiled functions of the programs for ``update``, None before they are due.
 
         The first call from ``start_update`` on starts the compilation.
 
         Args:
             update: Number of the update.
-            make_example: Returns the program and its example arguments.
+            make_example: Returns the program, or on a CPU several, and their example arguments.
 
         Raises:
             TrainingError: The compilation failed and is required, or ``close`` ended it.
         """
-        if self._function is not None or self._closed or update < self.start_update:
-            return self._function
+        if self._functions is not None or self._closed or update < self.start_update:
+            return self._functions
         if self.first_compiled_update is None:
             return None
         try:
-            if self._library is None:
+            if not self._libraries:
                 example = make_example()
                 if example.arguments[0].is_cuda:
                     if update >= self.first_compiled_update:
-                        self._function, self.captures = CudaGraph(example), True
-                    return self._function
-                self._library = Library(example.program, [*example.state, *example.arguments])
+                        self._functions, self.captures = [CudaGraph(example)], True
+                    return self._functions
+                programs, tensors = example.program, [*example.state, *example.arguments]
+                for program in programs if isinstance(programs, list) else [programs]:
+                    self._libraries.append(Library(program, tensors))
             if update >= self.first_compiled_update:
                 # Count before the notice: an interrupt in response to it must end the wait.
                 CompileSchedule.waiting += 1
                 start = time.perf_counter()
                 try:
-                    if self._library.is_compiling():
+                    if any(library.is_compiling() for library in self._libraries):
                         kept = f"the result stays in {cache_folder()}"
                         self.notice(f"compile: waiting for the compiler, once; {kept}")
-                    self._function = self._library.load()
+                    self._functions = [library.load() for library in self._libraries]
                 finally:
                     CompileSchedule.waiting -= 1
                     CompileSchedule.waited_s += time.perf_counter() - start
@@ -416,13 +459,13 @@ class CompileSchedule:
                 ) from error
             self.notice(f"compile: {one_line(error)}; training continues without compiled code")
             self.first_compiled_update = None
-        return self._function
+        return self._functions
 
     def close(self) -> None:
         """Stop a compilation in progress. Another thread may be waiting for it in ``get``."""
         self._closed = True
-        if self._library is not None:
-            self._library.close()
+        for library in self._libraries:
+            library.close()
 
 
 def build(program: Callable[..., Any], example: Sequence[Tensor], path: Path) -> None:

@@ -22,13 +22,14 @@ class Example:
 
     Attributes:
         program: Function of all tensors. A call with arguments of 0 must leave the state unchanged:
-            ``CudaGraph`` warms up with such calls.
+            ``CudaGraph`` warms up with such calls. On a CPU also a list of functions of
+            the same tensors.
         state: First arguments: tensors that have the same storage in every call. The program may
             change them.
         arguments: The other arguments.
     """
 
-    program: Callable[..., Any]
+    program: Any
     state: Sequence[Tensor]
     arguments: Sequence[Tensor]
 

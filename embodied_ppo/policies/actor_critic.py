@@ -104,6 +104,8 @@ class ActorCritic(nn.Module):
         encoder = self.critic_encoder or self.encoder
         # A tail behind the shared trunk reads its features, and needs no memory of its own.
         self.has_tail = own_trunk and config.shared_backbone
+        # Whether actor and critic share no weight; a user's network may share what it likes.
+        self.separate = own_trunk and not config.shared_backbone and config.network is None
         self.value_trunk = self.value_recurrent = None
         if self.has_tail:
             self.value_trunk = make_trunk(encoder, config, features=features)

@@ -8,6 +8,7 @@ eager step to float32 rounding.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from embodied_ppo.core.types import Samples
 from embodied_ppo.options.schema import AlgorithmConfig
 from embodied_ppo.ppo import losses
 from embodied_ppo.ppo.minibatches import MinibatchLoss, take
+from embodied_ppo.ppo.paired_steps import take_steps
 
 # Scalars of AdamW that change per minibatch; coefficients of the loss follow in the vector.
 ADAMW_SETTINGS: tuple[str, ...] = (
@@ -37,6 +39,8 @@ STEP_OPTIONS: tuple[str, ...] = (
     *("positive_nll_weight", "ratio_level", "symmetry", "symmetry_coef"),
     *("value_clip", "value_loss_coef"),
 )
+# Statistics of the value function; others are those of the policy.
+CRITIC_STATISTICS = ("value_loss", "value_clipped", "value_difference", "critic_norm")
 # Statistics of a step in addition to those of its loss.
 STEP_STATISTICS = ("loss", "rows", "actor_norm", "critic_norm", "finite")
 
@@ -137,6 +141,11 @@ def adamw_step(
     return p, first, second
 
 
+def gradient_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together."""
+    return torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+
+
 # ------------------------------------------------------------------------------ the tensor programs
 class MinibatchStep:
     """Gather, forward, loss, backward, clipping and AdamW of one minibatch, on tensors only.
@@ -185,13 +194,34 @@ class MinibatchStep:
             tensors: Parameters, first moments, second moments, settings, index [B], buffers, leaves
                 of the rollout.
         """
-        n, unit = len(self.names), self.loss.config.minibatch_unit
-        params, settings, index = tensors[:n], tensors[3 * n], tensors[3 * n + 1]
+        n = len(self.names)
+        settings, index = tensors[3 * n], tensors[3 * n + 1]
+        coefficients = settings.unbind()[len(ADAMW_SETTINGS) :]
+        loss, stats, live = self.evaluate(tensors[:n], coefficients, index, tensors[3 * n + 2 :])
+        return self.apply(tensors[: 3 * n], settings, torch.autograd.grad(loss, live), stats)
+
+    def evaluate(
+        self,
+        params: Sequence[Tensor],
+        coefficients: Sequence[Tensor],
+        index: Tensor,
+        rest: Sequence[Tensor],
+        **part: str,
+    ) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+        """Return the loss of a minibatch, its statistics, and the leaves of its gradients.
+
+        Args:
+            params: Parameters.
+            coefficients: Coefficients of the loss.
+            index: Samples [B].
+            rest: Buffers, leaves of the rollout.
+            part: Argument of the loss of that name.
+        """
+        unit = self.loss.config.minibatch_unit
         # Name the tensors again: buffers of the model, coefficients, fields of the batch.
-        others = iter(tensors[3 * n + 2 :])
+        others = iter(rest)
         buffers = [next(others) for _ in self.buffers]
         batch: Samples = tree.map(lambda _: next(others), self.batch)
-        coefficients = settings.unbind()[len(ADAMW_SETTINGS) :]
         objective = copy.copy(self.loss)
         objective.coefficients = dict(zip(self.loss.coefficients, coefficients, strict=True))
         minibatch = take(batch, index, unit)
@@ -204,12 +234,12 @@ class MinibatchStep:
             objective,
             dict(zip([*self.names, *self.buffers], [*live, *buffers], strict=True)),
             (minibatch,),
+            part,
         )
-        stats = stats | {"loss": loss.detach(), "rows": minibatch.mask.sum()}
-        return self._apply(tensors[: 3 * n], settings, torch.autograd.grad(loss, live), stats)
+        return loss, stats | {"loss": loss.detach(), "rows": minibatch.mask.sum()}, live
 
     @torch.no_grad()
-    def _apply(
+    def apply(
         self,
         state: Sequence[Tensor],
         settings: Tensor,
@@ -228,11 +258,8 @@ class MinibatchStep:
         params, first, second = state[:n], state[n : 2 * n], state[2 * n :]
         s = dict(zip(ADAMW_SETTINGS, settings.unbind(), strict=False))
         # Norms of actor and critic are metrics; the clipping uses that of both together.
-        squares = [g.square().sum() for g in grads]
-        groups = (squares[: self.actors], squares[self.actors :])
-        actor, critic = (
-            torch.stack(x).sum().sqrt() if x else torch.zeros_like(stats["loss"]) for x in groups
-        )
+        groups = (grads[: self.actors], grads[self.actors :])
+        actor, critic = (gradient_norm(x) if x else torch.zeros_like(stats["loss"]) for x in groups)
         norm = torch.hypot(actor, critic)
         finite = norm + stats["loss"]
         # A step with a gradient of 0 would still move the weights, by AdamW's momentum.
@@ -248,6 +275,36 @@ class MinibatchStep:
                 old.copy_(torch.where(valid, x, old))
         stats = {**stats, "actor_norm": actor, "critic_norm": critic, "finite": finite}
         return torch.stack([stats[name].float() for name in (*self.loss.names, *STEP_STATISTICS)])
+
+
+class Gradients(MinibatchStep):
+    """Gradients and statistics of one of two networks that share no weight, of one minibatch."""
+
+    def __init__(self, *parts: Any, part: str) -> None:
+        """Create the function of the network ``part``; other arguments as for MinibatchStep."""
+        super().__init__(*parts)
+        self.part = part
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        """Return statistics, float32 [K], which are 0 for the other network, and the gradients.
+
+        Args:
+            tensors: Parameters of both networks, coefficients of the loss, index [B], buffers,
+                leaves of the rollout.
+        """
+        n, is_actor = len(self.names), self.part == "actor"
+        coefficients, index = tensors[n].unbind(), tensors[n + 1]
+        loss, stats, live = self.evaluate(
+            tensors[:n], coefficients, index, tensors[n + 2 :], part=self.part
+        )
+        own = live[: self.actors] if is_actor else live[self.actors :]
+        grads = torch.autograd.grad(loss, own)
+        with torch.no_grad():
+            names, zero = (*self.loss.names, *STEP_STATISTICS), torch.zeros_like(stats["loss"])
+            stats = stats | {f"{self.part}_norm": gradient_norm(grads)}
+            kept = {x for x in names if x == "loss" or (x in CRITIC_STATISTICS) != is_actor}
+            row = [stats[x].float() if x in kept and x in stats else zero for x in names]
+            return torch.stack(row), *(g.contiguous() for g in grads)
 
 
 # ------------------------------------------------------------------------------------- the schedule
@@ -283,28 +340,34 @@ class CompiledStep:
             buffers: Names of the buffers of ``loss.model`` that the loss reads.
             critic_only: Whether the actor does not change; such updates are not compiled.
         """
-        device = batch.mask.device
+        device, constants = batch.mask.device, _constants(loss, batch, buffers)
+        is_pair = device.type == "cpu" and loss.separate
+        # A program receives parameters by position and replaces them by name.
+        name = {id(p): n for n, p in loss.model.named_parameters()}
+        actor, critic = ([name[id(p)] for p in group["params"]] for group in adamw.param_groups)
 
         # Called only where a compilation starts, because ``adam_state`` allocates all moments, and
         # an eager step only those of its parameters.
         def example() -> Example:
-            # A program receives parameters by position and replaces them by name.
-            name = {id(p): n for n, p in loss.model.named_parameters()}
-            actor, critic = ([name[id(p)] for p in group["params"]] for group in adamw.param_groups)
-            settings = torch.zeros(len(ADAMW_SETTINGS) + len(loss.coefficients), device=device)
-            return Example(
-                MinibatchStep(loss, actor, critic, batch, buffers),
-                adam_state(adamw).tensors,
-                [settings, torch.arange(size, device=device), *_constants(loss, batch, buffers)],
-            )
+            state, index = adam_state(adamw), torch.arange(size, device=device)
+            coefficients = torch.zeros(len(loss.coefficients), device=device)
+            if is_pair:
+                programs = [
+                    Gradients(loss, actor, critic, batch, buffers, part=part)
+                    for part in ("actor", "critic")
+                ]
+                return Example(programs, state.parameters, [coefficients, index, *constants])
+            settings = torch.cat([coefficients.new_zeros(len(ADAMW_SETTINGS)), coefficients])
+            program = MinibatchStep(loss, actor, critic, batch, buffers)
+            return Example(program, state.tensors, [settings, index, *constants])
 
-        self._function = self.schedule.get(update, example)
+        functions = self.schedule.get(update, example)
         # The program contains the complete loss; while only the critic learns, it is another one.
-        if critic_only or self._function is None:
+        if critic_only or functions is None:
             return False
-        self._state, self._constants = adam_state(adamw), _constants(loss, batch, buffers)
+        self._functions, self._state, self._constants = functions, adam_state(adamw), constants
         # The settings of all steps are known now, so that no step needs the host.
-        rows = adamw_settings(
+        self._settings = adamw_settings(
             loss.config,
             count,
             lr=[group["lr"] for group in adamw.param_groups],
@@ -313,17 +376,57 @@ class CompiledStep:
                 for group in adamw.param_groups
             ],
             coefficients=list(loss.coefficients.values()),
-        )
-        self._settings = iter(rows.to(device).unbind())
+        ).to(device)
+        self._taken, self._loops = 0, False
+        if is_pair:
+            # Changes the weights where the C++ loop cannot.
+            self._program = MinibatchStep(loss, actor, critic, batch)
+            self._coefficients = self._settings[0, len(ADAMW_SETTINGS) :].clone()
+            self._loops = all(isinstance(f, compile.CFunction) for f in functions) and all(
+                x.is_contiguous() and x.dtype == torch.float32 for x in self._state.tensors
+            )
         return True
 
-    def __call__(self, index: Tensor) -> Tensor:
-        """Take the step of the minibatch ``index`` [B] and return its statistics, float32 [K]."""
-        assert self._function is not None
-        (stats,) = self._function(
-            [*self._state.tensors, next(self._settings), index, *self._constants]
-        )
-        return stats
+    def __call__(self, indices: Sequence[Tensor]) -> list[Tensor]:
+        """Take the steps of minibatches, until one is not finite; CUDA graphs take all.
+
+        Args:
+            indices: Samples (or columns) of each minibatch.
+
+        Returns:
+            Their statistics, float32 [K] each.
+        """
+        settings = self._settings[self._taken :]
+        state, constants, functions = self._state, self._constants, self._functions
+        rows: list[Tensor] = []
+        if self._loops and indices:
+            table = take_steps(
+                functions,
+                state.tensors,
+                self._program.actors,
+                [*state.parameters, self._coefficients, indices[0], *constants],
+                self._program.loss.config,
+                settings,
+                indices,
+                columns=len(self._program.loss.names) + len(STEP_STATISTICS),
+                threads=self.schedule.threads,
+            )
+            rows, indices = [*table.unbind()], []
+        for setting, index in zip(settings.unbind(), indices, strict=False):
+            if len(functions) == 1:
+                (row,) = functions[0]([*state.tensors, setting, index, *constants])
+            else:
+                tensors = [*state.parameters, self._coefficients, index, *constants]
+                (first, *grads), (second, *others) = (f(tensors) for f in functions)
+                names = (*self._program.loss.names, *STEP_STATISTICS)
+                stats = dict(zip(map(str, names), (first + second).unbind(), strict=True))
+                row = self._program.apply(state.tensors, setting, [*grads, *others], stats)
+            rows.append(row)
+            # Reading the value would make a CUDA graph wait.
+            if not self.schedule.captures and not math.isfinite(row[-1].item()):
+                break
+        self._taken += len(rows)
+        return rows
 
     def end(self, steps: float) -> None:
         """Free the rollout; count the optimiser steps that were taken."""

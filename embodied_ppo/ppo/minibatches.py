@@ -35,6 +35,7 @@ class MinibatchLoss(nn.Module, ABC):
         config: Options that the loss and the step of AdamW read.
         names: Names of the statistics that the loss returns.
         compares: Whether the loss returns the statistic "value_difference", see ``agreement``.
+        separate: Whether policy and value function share no weight.
         coefficients: Numbers that change between updates, which compiled code receives as tensors.
     """
 
@@ -45,7 +46,7 @@ class MinibatchLoss(nn.Module, ABC):
         self.model: Any = model
         self.config, self.names = config, names
         self.coefficients: dict[str, Any] = {}
-        self.compares = False
+        self.compares, self.separate = False, False
 
     @abstractmethod
     def forward(self, b: Any) -> tuple[Tensor, Statistics]:

@@ -103,8 +103,7 @@ class MinibatchOptimizer:
         """Make ``update_epoch`` passes over a batch; arguments and errors as ``begin``."""
         self.begin(batch, update)
         for epoch in range(self.config.update_epoch):
-            for index in self.minibatches(epoch):
-                self.step(index)
+            self.step(*self.minibatches(epoch))
         return self.end()
 
     def begin(
@@ -120,8 +119,7 @@ class MinibatchOptimizer:
         Args:
             batch: Samples [B, ..] or columns [T, B, ..] of this rank.
             update: Number of the update, from 0.
-            critic_only: Whether the actor does not change. The loss then has an argument of that
-                name.
+            critic_only: Whether the actor does not change. The loss then has an argument ``part``.
             current: bool, whether these weights made the batch, so that the first minibatch must
                 agree with it, see ``tolerances``. None: they did.
 
@@ -176,7 +174,7 @@ class MinibatchOptimizer:
         )
         order = torch.randperm(mask.shape[0], generator=generator, device=mask.device)
         # A CUDA graph leaves masked minibatches out itself. Reading the mask would make it wait.
-        if self._captures:
+        if self._captures or (mask.is_cpu and self.ranks.world == 1 and mask.all()):
             return order.split(self._size)
         unmasked = torch.stack([part.sum() for part in mask[order].split(self._size)])
         if self.ranks.world > 1:
@@ -191,18 +189,18 @@ class MinibatchOptimizer:
         key = sampling_key(self.seed, self._update, "mean_shift", epoch, *self._rank_key)
         shift.uniform_(-alpha, alpha, generator=torch.Generator(shift.device).manual_seed(key))
 
-    def step(self, index: Tensor) -> None:
-        """Take one step of AdamW on the samples (or columns) ``index`` of the batch.
+    def step(self, *indices: Tensor) -> None:
+        """Take a step of AdamW for each of ``indices``, the samples (or columns) of a minibatch.
 
         Raises:
             TrainingError: A loss or gradient is not finite. No weight has changed.
             RolloutMismatch: The first minibatch differs from the rollout.
         """
-        if self.observer is not None:
-            self.observer.before_minibatch(index, epoch=self._epochs - 1)
         if self._runs_compiled:
-            row = self._compiled_step(index)
-        else:
+            return self._compiled_steps(indices)
+        for index in indices:
+            if self.observer is not None:
+                self.observer.before_minibatch(index, epoch=self._epochs - 1)
             # Accumulate the gradients of the micro-batches, clip them, take the step.
             minibatch = minibatches.take(self._batch, index, self.config.minibatch_unit)
             ranks, trained = self.ranks, [*self.actor, *self.critic]
@@ -220,7 +218,7 @@ class MinibatchOptimizer:
             counts = {"rows": rows, "columns": columns}
             if (positive := getattr(minibatch, "positive", None)) is not None:
                 counts["positive_rows"] = ranks.all_reduce_sum(positive.sum().double())
-            loss = partial(self.loss, critic_only=True) if self._critic_only else self.loss
+            loss = partial(self.loss, part="critic") if self._critic_only else self.loss
             self.loss.compares = not self._rows
             total: Mapping[str, Tensor] = {}
             for micro in self.cutter.micro_batches(minibatch, ranks):
@@ -261,19 +259,27 @@ class MinibatchOptimizer:
             if (max_norm := self.config.max_grad_norm) is not None:
                 torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm, foreach=True)
             self.adamw.step()
-        self._rows.append(row)
-        if self.observer is not None:
-            named = dict(zip(self.statistics, row.tolist(), strict=True))
-            self.observer.after_minibatch(named)
+            self._rows.append(row)
+            if self.observer is not None:
+                self._report_minibatch(self.observer)
 
-    def _compiled_step(self, index: Tensor) -> Tensor:
-        """Take the step as compiled code; return statistics [K]."""
+    def _compiled_steps(self, indices: Sequence[Tensor]) -> None:
+        """Take steps as compiled code, all at once unless an observer looks at each."""
         assert self.compiled is not None
-        row = self.compiled(index)
-        # Reading the value would make a CUDA graph wait; ``end`` checks it after the epochs.
-        if not self._captures and not math.isfinite(row[-1].item()):
-            raise self._not_finite(dict(zip(self.statistics, row.tolist(), strict=True)))
-        return row
+        for part in [indices] if self.observer is None else [[index] for index in indices]:
+            if self.observer is not None:
+                self.observer.before_minibatch(part[0], epoch=self._epochs - 1)
+            rows = self.compiled(part)
+            self._rows += rows
+            # Reading the value would make a CUDA graph wait; ``end`` checks it after the epochs.
+            if rows and not self._captures and not math.isfinite(rows[-1][-1].item()):
+                raise self._not_finite(dict(zip(self.statistics, rows[-1].tolist(), strict=True)))
+            if self.observer is not None:
+                self._report_minibatch(self.observer)
+
+    def _report_minibatch(self, observer: UpdateObserver) -> None:
+        """Call the observer with the statistics of the newest minibatch."""
+        observer.after_minibatch(dict(zip(self.statistics, self._rows[-1].tolist(), strict=True)))
 
     def _read(self, statistics: Tensor) -> tuple[Tensor, bool]:
         """Return the tensor on the CPU, and whether these weights made the batch."""

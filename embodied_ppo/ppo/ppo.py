@@ -101,9 +101,10 @@ class PPO(LearnerState):
                 # Only a rollout of these weights must agree with them.
                 optimizer.begin(batch, update, critic_only=warmup, current=current)
                 for epoch in range(c.update_epoch):
-                    for index in optimizer.minibatches(epoch):
-                        optimizer.step(index)
-                        if self.curiosity is not None:
+                    indices = optimizer.minibatches(epoch)
+                    optimizer.step(*indices)
+                    if self.curiosity is not None:
+                        for index in indices:
                             self.curiosity.step(batch, index)
                     # Stop early where the policy has moved too far from the one that acted.
                     if c.target_kl_stop is not None and optimizer.epoch_kl() > c.target_kl_stop:
@@ -242,12 +243,12 @@ class PPO(LearnerState):
 class PPOLoss(PolicyLoss):
     """L = L_π + c_V·L_V − c_H·H + c_KL·KL (Schulman et al. 2017, eq. 9)."""
 
-    def forward(self, b: Batch, *, critic_only: bool = False) -> tuple[Tensor, Statistics]:
+    def forward(self, b: Batch, part: str = "both") -> tuple[Tensor, Statistics]:
         """Return the loss and the statistics of a micro-batch, see ``MinibatchLoss``.
 
         Args:
             b: The micro-batch.
-            critic_only: Whether the loss is c_V·L_V alone.
+            part: "critic": c_V·L_V alone; "actor": L without it.
         """
         c, policy = self.config, self.evaluate(b)
         images = policy.mirror if c.symmetry in ("augment", "both") else None
@@ -330,7 +331,8 @@ class PPOLoss(PolicyLoss):
             if errors.ndim > b.mask.ndim:  # the sum over reward groups
                 errors, value_clipped = errors.sum(-1), value_clipped.any(-1)
             value_loss = losses.aggregate(errors, b.mask, rows=b.rows, share=b.share)
-            loss = c.value_loss_coef * value_loss + (0.0 if critic_only else loss)
+            scaled = c.value_loss_coef * value_loss
+            loss = {"both": scaled + loss, "critic": scaled + 0.0, "actor": loss}[part]
             stats["value_loss"] = value_loss.detach()
             stats["value_clipped"] = (value_clipped & b.mask).sum()
             stats["value_difference"] = (

@@ -105,6 +105,7 @@ class RobotLoss(PPOLoss):
     ) -> None:
         assert isinstance(policy, nn.Module)
         super().__init__(policy, config, length=config.horizon, has_value_head=True)
+        self.separate = getattr(policy, "separate", False)
         # Mirror image of an action; None without ``algorithm.symmetry``.
         self.mirror = None if symmetry is None else symmetry.action
         self.names += () if symmetry is None else ("symmetry_error",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -86,8 +87,16 @@ def schedule_at(
     """
     if since is not None and since >= spec.last_update:
         since = None
+    c = spec.config
+    # The simulators' threads rest while the learner trains, except in a pipeline.
+    is_alone = c.placement == "local" and not c.pipeline
+    cores = min(c.env.num_threads or 2, len(os.sched_getaffinity(0))) if is_alone else 1
     return compile.CompileSchedule(
-        since, start_update=start, required=spec.config.compile == "always", notice=messages.notice
+        since,
+        start_update=start,
+        required=c.compile == "always",
+        notice=messages.notice,
+        threads=min(2, cores),
     )
 
 

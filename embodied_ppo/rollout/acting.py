@@ -83,7 +83,7 @@ class Acting:
             return decision
         # Compiled code takes and returns a flat list; the layout is that of the traced decision.
         leaves = (x.contiguous() for x in tree.leaves(obs))
-        outputs = iter(compiled([*self.weights, noise, *leaves]))
+        outputs = iter(compiled[0]([*self.weights, noise, *leaves]))
         return tree.map(lambda _: next(outputs), self.structure)
 
     def _act(self, obs: Obs, noise: Tensor) -> tuple[Decision, dict[str, Tensor]]:

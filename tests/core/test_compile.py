@@ -199,9 +199,9 @@ def test_compiler_failure_is_reported_once() -> None:
     assert schedule.get(1, lambda: cuda_graph.Example(DataDependent(), [x], [x])) is None
     assert notices[0].startswith("compile: waiting for the compiler") and len(notices) == 2
     assert "the compiler failed (" in notices[1] and "training continues without" in notices[1]
-    failed = schedule._library
+    failed = schedule._libraries
     schedule = compile.CompileSchedule(0, required=True, notice=notices.append)
-    schedule._library = failed  # one failing compilation is enough for both
+    schedule._libraries = failed  # one failing compilation is enough for both
     with pytest.raises(
         TrainingError,
         match=r"compile=always: the compiler failed \(.*\); its folder is .*; repair it, or use",
@@ -280,6 +280,7 @@ def test_first_compiled_update() -> None:
 # ---------------------------------------------------------------------------- run, learner, acting
 MANY = {"update_epoch": 2, "entropy_bonus": 0.01, "critic_warmup": 1, "clip_ratio_c": 1.5}
 MANY |= {"value_clip": 0.1}
+SEPARATE: dict[str, Any] = {"model": {"shared_backbone": False}}
 
 
 def run_config() -> Config:
@@ -505,9 +506,28 @@ def test_cuda_graph_copies_an_argument_that_changed_in_place(inference: bool, mo
 
 
 @pytest.mark.slow
-def test_compiled_update_raises_before_training_on_nan() -> None:
-    # The same library as above.
-    learner = make(MANY, discrete=True, compile_schedule=compile.CompileSchedule(0))
+def test_networks_that_share_no_weight_learn_in_two_threads() -> None:
+    """The numbers are those of one thread bit for bit, and those of one program to rounding."""
+    learners = []
+    for since, threads in ((None, 1), (1, 1), (1, 2)):
+        schedule = compile.CompileSchedule(since, threads=threads)
+        learners.append(make(MANY, discrete=True, **SEPARATE, compile_schedule=schedule))
+    for update in range(4):
+        t = experience(learners[0], seed=update, noise=0.2)
+        eager, one, two = (numbers(learner.update(t, update=update)) for learner in learners)
+        assert one == two and one == pytest.approx(eager, rel=1e-4, abs=1e-5)
+    eager_weights, *others = map(weights, learners)
+    for name, x in eager_weights.items():
+        assert torch.equal(others[0][name], others[1][name])
+        torch.testing.assert_close(others[0][name], x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{}, SEPARATE], ids=["shared", "separate"])
+def test_compiled_update_raises_before_training_on_nan(model: dict[str, Any]) -> None:
+    # The same libraries as above.
+    schedule = compile.CompileSchedule(0, threads=2)
+    learner = make(MANY, discrete=True, **model, compile_schedule=schedule)
     learner.update(experience(learner), update=1)
     before = weights(learner)
     t = experience(learner)

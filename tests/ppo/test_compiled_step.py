@@ -12,12 +12,19 @@ from run_helpers import tables
 from torch import Tensor
 
 from embodied_envs.base import tree
+from embodied_ppo.core.compile import CompileSchedule
 from embodied_ppo.core.types import MEAN_SHIFT, Batch
-from embodied_ppo.ppo.compiled_step import ADAMW_SETTINGS, MinibatchStep, adam_state, adamw_settings
+from embodied_ppo.ppo.compiled_step import (
+    ADAMW_SETTINGS,
+    CompiledStep,
+    MinibatchStep,
+    adam_state,
+    adamw_settings,
+)
 from embodied_ppo.ppo.minibatches import SampleCutter, TokenBudgetCutter, take
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.ppo import PPO
-from tests.ppo.test_robot_actor import N, T, experience, make
+from tests.ppo.test_robot_actor import N, T, experience, make, numbers, weights
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = tables(__file__)["cases"]
 
@@ -88,6 +95,26 @@ def test_program_equals_eager_step(case: str) -> None:
     one, other = adam_state(eager.optimizer.adamw), adam_state(fast.optimizer.adamw)
     for a, b in zip([*one.first, *one.second], [*other.first, *other.second], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", ["clipped", "tight clipping of gradients", "adam", "columns"])
+def test_programs_of_separate_networks_equal_that_of_both(case: str) -> None:
+    """The gradients of one network do not depend on the other's weights."""
+    both, apart = (make(CASES[case][0], model={"shared_backbone": False}) for _ in range(2))
+    both.optimizer.loss.separate = False
+
+    class Uncompiled(CompileSchedule):
+        def get(self, update: int, make_example: Any) -> Any:
+            programs = make_example().program
+            programs = programs if isinstance(programs, list) else [programs]
+            return [lambda x, f=f: y if isinstance(y := f(*x), tuple) else [y] for f in programs]
+
+    results = []
+    for learner in (both, apart):
+        learner.optimizer.compiled = CompiledStep(Uncompiled(0))
+        stats = [learner.update(experience(learner, seed=i, noise=0.3), update=i) for i in (0, 1)]
+        results.append([torch.tensor([*numbers(stats[1]).values()]), *weights(learner).values()])
+    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
 def test_adamw_settings_equal_torch_bias_corrections() -> None:
