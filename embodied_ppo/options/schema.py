@@ -224,7 +224,8 @@ class EnvConfig:
     num_envs: Count = 64
     """Number of environments that are stepped together (N)."""
     num_threads: Threads = 0
-    """Number of simulator threads; 0: one per usable core, at most num_envs."""
+    """Number of simulator threads; 0: one per usable core, at most num_envs. With more than one,
+    a policy and a value function that share no weight learn in two threads (placement=local)."""
     max_episode_steps: Count | None = None
     """Time limit of an episode in primitive steps; null: the limit of the task."""
     action_mapping: Literal["rescale", "clip", "none"] = "rescale"
