@@ -1175,8 +1175,8 @@ class Config:
     compile: Literal["auto", "always", "never"] = "auto"
     """Run minibatches and acting as compiled code, 2 to 10 times faster for small networks. always:
     from the first update, which waits for the compiler (15 to 60 s the first time, then cached);
-    auto: compile in the background and switch over after 4096 optimiser steps, acting after 8192
-    (in reasoning never). Needs a C++ compiler."""
+    auto: compile in the background and switch over after 4096 optimiser steps or 262144 samples,
+    acting after twice as many (in reasoning never). Needs a C++ compiler."""
     pipeline: bool = option(False, mode="embodied")
     """Collect rollout k+1 in a second thread while the learner trains on rollout k, on two CPU
     cores. The policy that acts lags one update behind (rollout/version_lag 1), which

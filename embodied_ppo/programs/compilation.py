@@ -21,6 +21,8 @@ from embodied_ppo.training.progress import Messages
 # Optimiser steps until compile=auto switches minibatches to compiled code, about the time of its
 # compilation. That of acting comes next, not at the same time, and switches after twice as many.
 COMPILE_AFTER = 4096
+# It does not wait longer than for so many samples: few, large minibatches are slow, too.
+COMPILE_AFTER_SAMPLES = 1 << 18
 
 
 def compile_from(
@@ -42,11 +44,16 @@ def compile_from(
         return None, "compile=never"
     # On a GPU the kernels of a small network are compiled in this process, and a graph is captured.
     immediately = config.compile == "always" or device.type == "cuda"
-    since = 0 if immediately else -(-COMPILE_AFTER // batches(config).actor.steps)
+    sizes = batches(config)
+    ends = -(-COMPILE_AFTER // sizes.actor.steps), -(-COMPILE_AFTER_SAMPLES // sizes.samples)
+    since = 0 if immediately else min(ends)
     # Code that is never used is not compiled.
     if since >= total_updates(config):
-        start = f"{COMPILE_AFTER} optimiser steps, in update {since + 1}"
-        return None, f"compile=auto starts after {start}, and the run has {total_updates(config)}"
+        start = f"{COMPILE_AFTER} optimiser steps or {COMPILE_AFTER_SAMPLES} samples"
+        return None, (
+            f"compile=auto starts after {start}, in update {since + 1}, and the run has"
+            f" {total_updates(config)}"
+        )
     # Options and machines without compiled code. Compiled code has fixed shapes and reads whole
     # minibatches and whole observations, and tracing would fix a branch that depends on values.
     micro, rows = a.micro_batch_size, a.rollout_micro_batch_size or config.env.num_envs

@@ -267,8 +267,11 @@ def test_first_compiled_update() -> None:
     assert since() == since(updates=5000) == 683 and since(**{"algorithm.update_epoch": 6}) == 342
     assert since(updates=683) is None  # too short to use it
     assert since(compile="always") == 0 and decided(compile="never") == (None, "compile=never")
-    reason = "compile=auto starts after 4096 optimiser steps, in update 684, and the run has 683"
-    assert decided(updates=683) == (None, reason)
+    reason = "compile=auto starts after 4096 optimiser steps or 262144 samples, in update 684, and"
+    assert decided(updates=683) == (None, f"{reason} the run has 683")
+    # 128 x 64 samples: the limit of samples is reached after 32 updates of 6 optimiser steps.
+    large = {"env.num_envs": 128, "algorithm.horizon": 64, "algorithm.global_batch_size": 4096}
+    assert since(**large) == 32
     notices: list[str] = []
     c = run_helpers.tiny_config({"updates": 2000, "algorithm.micro_batch_size": 4})
     reason = compilation.compile_from(c, torch.device("cpu"), notices.append)[1]
