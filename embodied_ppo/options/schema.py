@@ -1093,8 +1093,6 @@ class DistillationConfig:
     """Execute samples of the student's distribution; false: its mode."""
     lr: Positive = 1e-3
     """Learning rate of the actor; the critic is not trained."""
-    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule of the learning rate. linear and cosine decay to 0 over the run."""
 
 
 # -------------------------------------------------------------------------------------------- a run
