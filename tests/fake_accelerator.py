@@ -4,6 +4,7 @@
 ``FakeAccelerator`` its tensors hold real numbers, which torch's CPU kernels compute. Operations
 raise where a GPU raises, and what makes the host wait for a GPU, or copies from the host, is
 counted. The counts are those of eager CUDA code: CUDA kernels of one operation are not modelled.
+As with ``deterministic=true``, torch is in its deterministic mode.
 """
 
 from __future__ import annotations
@@ -54,13 +55,18 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 ONE_KERNEL = {"scaled_dot_product_attention", "rms_norm"}
 
 
-# Operations whose CUDA kernels add in any order (``torch.use_deterministic_algorithms``); those
-# that do so for some arguments are in ``_is_unordered``.
-UNORDERED = {
-    *("convolution_backward", "_embedding_bag_backward", "_ctc_loss_backward", "nll_loss2d"),
-    *("histc", "bincount", "median", "put_", "grid_sampler_2d_backward"),
-    *("upsample_bilinear2d_backward", "_upsample_bilinear2d_aa_backward"),
-    *("_adaptive_avg_pool2d_backward", "adaptive_max_pool2d_backward", "reflection_pad2d_backward"),
+# Operations that CUDA refuses with ``torch.use_deterministic_algorithms``, whose documentation has
+# this list; for some arguments, ``cumsum`` and ``scatter_reduce``, too. Those that have another
+# algorithm in this mode are in ``_is_unordered``.
+REFUSED = {
+    *(f"{size}_pool{n}d_backward" for size in ("_adaptive_avg", "adaptive_max") for n in (2, 3)),
+    *("avg_pool3d_backward", "fractional_max_pool2d_backward", "fractional_max_pool3d_backward"),
+    *("max_unpool2d", "max_unpool3d", "grid_sampler_2d_backward", "grid_sampler_3d_backward"),
+    *(f"upsample_{mode}_backward" for mode in ("linear1d", "bilinear2d", "bicubic2d")),
+    *("upsample_trilinear3d_backward", "_upsample_bilinear2d_aa_backward"),
+    *("_upsample_bicubic2d_aa_backward", *(f"reflection_pad{n}d_backward" for n in (1, 2, 3))),
+    *("nll_loss2d_forward", "nll_loss2d_backward", "_ctc_loss_backward", "put", "put_", "histc"),
+    *("_embedding_bag_backward", "_embedding_bag_dense_backward", "bincount", "median", "kthvalue"),
 }
 
 
@@ -184,6 +190,7 @@ class FakeAccelerator(TorchDispatchMode):
         host_reads: "file:function" of our code -> times the host waits for the device.
         uploads: "file:function" of our code -> copies from memory that is not pinned.
         unordered: "file:function operation" -> calls whose result can differ between two runs.
+        refused: "file:function operation" -> calls that raise on CUDA with deterministic=true.
         strict: Whether a host read or an upload raises DeviceError.
     """
 
@@ -192,13 +199,15 @@ class FakeAccelerator(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations, self.host_reads, self.uploads = Counter(), Counter(), Counter()
-        self.unordered = Counter[str]()
+        self.unordered, self.refused = Counter[str](), Counter[str]()
         self.strict = False
         self._functions = _Functions()
 
     def __enter__(self) -> FakeAccelerator:
         register()
         FakeAccelerator.current = self
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True)
         self._generator, torch.Generator = torch.Generator, DeviceGenerator
         self._functions.__enter__()
         return super().__enter__()
@@ -207,6 +216,7 @@ class FakeAccelerator(TorchDispatchMode):
         super().__exit__(*error)
         self._functions.__exit__(*error)
         torch.Generator = self._generator
+        torch.use_deterministic_algorithms(False)
         FakeAccelerator.current = None
 
     @property
@@ -248,7 +258,9 @@ class FakeAccelerator(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         if name not in VIEWS:
             self.operations[name] += 1
-        if name in UNORDERED or _is_unordered(name, args, kwargs):
+        if torch.are_deterministic_algorithms_enabled() and _is_refused(name, args, kwargs):
+            self.refused[f"{_place()} {name}"] += 1  # raised here, it would end the process
+        if _is_unordered(name, args, kwargs):
             self.unordered[f"{_place()} {name}"] += 1
         if target is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -323,6 +335,13 @@ class FakeAccelerator(TorchDispatchMode):
         counts[_place()] += 1
 
 
+def _is_refused(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether CUDA has no deterministic kernel of an operation."""
+    if name == "cumsum":
+        return (kwargs.get("dtype") or args[0].dtype).is_floating_point
+    return name in REFUSED or (name.startswith("scatter_reduce") and "prod" in args)
+
+
 def _is_unordered(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether a CUDA kernel adds or overwrites in an order that differs between runs.
 
@@ -333,6 +352,8 @@ def _is_unordered(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
     if name == "cumsum":
         dtype, row = kwargs.get("dtype") or args[0].dtype, args[0].shape[args[1]]
         return dtype.is_floating_point and args[0].numel() == row > 1
+    if name == "convolution_backward":
+        return True
     method = name.strip("_").removesuffix("_impl")
     if method not in ("index_put", "index_add", "index_copy", "scatter", "scatter_add"):
         return False

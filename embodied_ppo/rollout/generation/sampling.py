@@ -139,7 +139,13 @@ def _sums_up_to(x: Tensor) -> Tensor:
     """Return the sums of x [B, K] up to each column, float64, with additions in a fixed order."""
     # CUDA adds a single row in blocks of any order (torch issue 75240), but each of several in one.
     rows = x if len(x) > 1 else x.repeat(2, 1)
-    return rows.cumsum(-1, dtype=torch.float64)[: len(x)]
+    # torch's deterministic mode refuses both, although the second gives equal bits in each run.
+    mode = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
+    try:
+        return rows.cumsum(-1, dtype=torch.float64)[: len(x)]
+    finally:
+        torch.set_deterministic_debug_mode(mode)
 
 
 def _first_above(total: Tensor, target: Tensor) -> Tensor:
