@@ -23,7 +23,7 @@ from torch import Tensor
 
 from embodied_envs.base import compilation, random, tree
 from embodied_envs.base.errors import EnvError
-from embodied_envs.physics import warp_kernels, warp_model
+from embodied_envs.physics import warp_kernels, warp_model, warp_order
 from embodied_envs.physics.cameras import POSE_FIELDS, Cameras
 from embodied_envs.physics.domain_randomization import Randomization, model_field
 from embodied_envs.physics.engine import STATE_FIELDS, T
@@ -71,7 +71,8 @@ class WarpPhysics:
     """``Physics`` in float32 on mujoco_warp; the tensors are views of the simulator's memory.
 
     Each group of kernels is recorded in its second call and replayed from then on. This holds on a
-    CPU too, where single launches cost more than the physics of a hundred worlds.
+    CPU too, where single launches cost more than the physics of a hundred worlds. Equal states and
+    actions give equal bits on a GPU if ``torch.use_deterministic_algorithms`` is on.
     """
 
     dtype = torch.float32
@@ -143,6 +144,11 @@ class WarpPhysics:
         except (NotImplementedError, ValueError) as error:  # a feature that mujoco_warp lacks
             raise EnvError(f"use simulator=mujoco: mujoco_warp refuses it ({error})") from error
         m.opt.warn_overflow = 0  # no printed warnings, because ``_check_overflow`` raises
+        if torch.are_deterministic_algorithms_enabled():
+            m.opt.deterministic = True
+            if not self._on_cpu:  # whose threads run one after another
+                m.callback.contactfilter = warp_order.sort_contacts
+                m.callback.control = warp_order.sort_rows
         if "opt.gravity" in varied:
             gravity = np.tile(self.model.opt.gravity, (self.num_envs, 1))
             m.opt.gravity = wp.array(gravity, dtype=wp.vec3)

@@ -37,12 +37,14 @@ def adapt_model(model: mujoco.MjModel) -> mujoco.MjModel:
     """Return a copy of ``model`` with the options that mujoco_warp has.
 
     Raises:
-        EnvError: The model has features with an internal state that a reset would not clear.
+        EnvError: The model has features with an internal state that a reset would not clear, or
+            contacts that ``warp_order`` cannot sort.
     """
     model = copy.copy(model)
     for has_feature, feature in (
         (model.opt.enableflags & int(mujoco.mjtEnableBit.mjENBL_SLEEP), "flag sleep"),
         (getattr(model, "nhistory", 0), "actuators and sensors with a delay"),
+        (torch.are_deterministic_algorithms_enabled() and model.nflex, "deterministic flexes"),
     ):
         if has_feature:
             raise EnvError(f"use simulator=mujoco: {feature} are not supported on a GPU")

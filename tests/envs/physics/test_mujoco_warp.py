@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,8 @@ import pytest
 import run_helpers
 import torch
 import toy_envs
+import warp as wp
+from mujoco_warp import DeterminismType
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from toy_robots import MODELS
@@ -24,7 +27,7 @@ from toy_robots import MODELS
 import embodied_envs
 from embodied_envs.base import tree
 from embodied_envs.base.errors import EnvError
-from embodied_envs.physics import mujoco_env, mujoco_warp
+from embodied_envs.physics import mujoco_env, mujoco_warp, warp_order
 from embodied_envs.physics.make import compile_model
 from embodied_envs.physics.mujoco_env import MujocoEnv
 from embodied_envs.physics.mujoco_warp import WarpPhysics
@@ -398,6 +401,81 @@ class Boxed(Swing):
         return mujoco.MjSpec.from_string(
             SWING.replace('type="sphere" size="0.15"', 'type="box" size="0.1 0.1 0.1"')
         )
+
+
+# ------------------------------------------------------------------------------------ equal bits
+class SparseBoxed(Boxed):
+    """The Jacobian of constraints is sparse."""
+
+    def spec(self) -> mujoco.MjSpec:
+        spec = super().spec()
+        spec.option.jacobian = mujoco.mjtJacobian.mjJAC_SPARSE
+        return spec
+
+
+@pytest.fixture
+def deterministic_torch() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("name", ["Boxed", "SparseBoxed"])
+def test_order_of_contacts_and_rows_has_no_effect(name: str, deterministic_torch: None) -> None:
+    """Contacts, and rows of constraints, are placed at random, as by threads of a GPU."""
+    env = make(f"{__name__}:{name}", 8, max_episode_steps=99)
+    env.reset()
+    for action in random_actions(env, 30):
+        env.step(action)
+    m, d = env.physics._warp_model, env.physics.data
+    state = {k: wp.to_torch(getattr(d, k)).clone() for k in ("qpos", "qvel", "qacc_warmstart")}
+    order = torch.randperm(int(d.nacon.numpy()[0]), generator=torch.Generator().manual_seed(0))
+
+    def move(m: Any, d: Any, at: Tensor = order) -> None:
+        for x in warp_order._tensors(d.contact).values():
+            x[: len(at)] = x[at]
+
+    def move_back(m: Any, d: Any) -> None:
+        """Only the rows stay where they are; the list of their blocks is reversed."""
+        move(m, d, order.argsort())
+        for world, n in enumerate(d.efc.jtdaj_nblock.numpy() if m.is_sparse else ()):
+            for x in (wp.to_torch(d.efc.jtdaj_adr), wp.to_torch(d.efc.jtdaj_nrow)):
+                x[world, :n] = x[world, :n].flip(0)
+        index, kind = wp.to_torch(d.efc.id), wp.to_torch(d.efc.type)
+        is_row = torch.arange(index.shape[1]) < wp.to_torch(d.nefc)[:, None]
+        rows = is_row & (kind >= int(mujoco.mjtConstraint.mjCNSTR_CONTACT_FRICTIONLESS))
+        index[rows] = order[index[rows].long()].int()
+
+    def results(contacts: list[Any], rows: list[Any]) -> list[Tensor]:
+        """Return accelerations, places of the contacts' rows, and blocks of rows."""
+        for k, x in state.items():
+            wp.to_torch(getattr(d, k)).copy_(x)
+        m.callback.contactfilter = lambda m, d: [f(m, d) for f in contacts]
+        m.callback.control = lambda m, d: [f(m, d) for f in rows]
+        with wp.ScopedDevice("cpu"):
+            mujoco_warp.mjw.forward(m, d)
+        found = [d.qacc, d.contact.efc_address, d.efc.jtdaj_adr, d.efc.jtdaj_nrow]
+        qacc, address, *blocks = (wp.to_torch(x).clone() for x in found)
+        count = wp.to_torch(d.efc.jtdaj_nblock)[:, None]
+        return [qacc, address[: len(order)], *(x[torch.arange(x.shape[1]) < count] for x in blocks)]
+
+    by_contact, by_row = warp_order.sort_contacts, warp_order.sort_rows
+    expected = results([by_contact], [by_row])
+
+    def equal(contacts: list[Any], rows: list[Any]) -> bool:
+        return all(map(torch.equal, results(contacts, rows), expected))
+
+    assert len(order) > 8 and not equal([move], [])
+    assert equal([move, by_contact], [by_row])
+    assert equal([by_contact, move], [move_back, by_row])
+
+
+def test_deterministic_engine_equals_the_other(deterministic_torch: None) -> None:
+    """The sums of the kernels have another order, which a GPU keeps."""
+    ordered = make(f"{__name__}:Boxed")
+    torch.use_deterministic_algorithms(False)
+    assert compare(make(f"{__name__}:Boxed"), ordered, 12, 1e-3) == 48
+    assert ordered.physics._warp_model.opt.deterministic == DeterminismType.ALL
 
 
 # -------------------------------------------------------------------------------------------- a GPU
