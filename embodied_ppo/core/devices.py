@@ -40,6 +40,22 @@ def activate(device: torch.device) -> torch.device:
     return device
 
 
+def use_deterministic_algorithms(device: torch.device) -> None:
+    """Have torch compute equal bits in each run on a CUDA device; a CPU does so anyway.
+
+    Call this before the first matrix product on the device. cuBLAS, cuDNN, fused attention and
+    Inductor then select algorithms without atomic additions and without timing them. An operation
+    that has none raises RuntimeError. MuJoCo Warp's engine in embodied_envs follows this setting.
+    """
+    if device.type != "cuda":
+        return
+    # Otherwise cuBLAS selects workspaces, and with them algorithms, by what other streams do.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    # Filling new memory would only help code that reads memory before it writes it.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore
+    torch.use_deterministic_algorithms(True)
+
+
 def device_memory_gb(device: torch.device) -> float:
     """Return the memory of a GPU, or of the machine, in GB."""
     if device.type == "cuda":
@@ -120,7 +136,9 @@ def upload(numbers: Sequence[Any], device: torch.device) -> Tensor:
     return torch.tensor(numbers, pin_memory=True).to(device, non_blocking=True)
 
 
-def select_device(name: str, threads: int, *, notice: Say = lambda line: None) -> torch.device:
+def select_device(
+    name: str, threads: int, *, deterministic: bool = False, notice: Say = lambda line: None
+) -> torch.device:
     """Return the device of the option ``device``, and set the number of torch's threads.
 
     A CUDA device becomes the current one, and the one that MuJoCo renders on.
@@ -128,6 +146,7 @@ def select_device(name: str, threads: int, *, notice: Say = lambda line: None) -
     Args:
         name: "auto", "cpu", "cuda" or "cuda:N".
         threads: CPU threads of tensor operations; 0: torch's default.
+        deterministic: Whether two runs on one CUDA device compute equal bits.
         notice: Called with lines for the log.
 
     Returns:
@@ -148,6 +167,8 @@ def select_device(name: str, threads: int, *, notice: Say = lambda line: None) -
         raise ConfigError(
             f"device={name}: torch finds {count} CUDA devices; use device=cpu or auto"
         )
+    if deterministic:
+        use_deterministic_algorithms(device)
     device = activate(device)
     select_egl_device(device, notice)
     return device

@@ -183,7 +183,7 @@ def load_policy(
         CheckpointError, ConfigError, EnvError: The checkpoint or its task cannot be used.
     """
     run = open_run(path, say=Progress(quiet=False).say)
-    selected = select_device(device, 0, notice=run.say)
+    selected = select_device(device, 0, deterministic=run.config.deterministic, notice=run.say)
     return policy_of(run, selected, seed=seed, allow_changed_task=allow_changed_task)
 
 

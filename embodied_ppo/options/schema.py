@@ -1175,6 +1175,10 @@ class Config:
     from the first update, which waits for the compiler (15 to 60 s the first time, then cached);
     auto: compile in the background and switch over after 4096 optimiser steps or 262144 samples,
     acting after twice as many (in reasoning never). Needs a C++ compiler."""
+    deterministic: bool = False
+    """Compute equal bits in each run with one seed on one GPU, a resumed run included, where its
+    sums otherwise have no fixed order; it takes longer. A CPU computes equal bits anyway. The
+    simulators of other packages (mjlab) are outside, and rollout.engine=vllm is refused."""
     pipeline: bool = option(False, mode="embodied")
     """Collect rollout k+1 in a second thread while the learner trains on rollout k, on two CPU
     cores. The policy that acts lags one update behind (rollout/version_lag 1), which

@@ -129,7 +129,9 @@ def decide(
     # Everything below depends on the checkpoint, so it is opened and verified first.
     source = _checkpoint_to_resume(config, run_dir, resumed, say)
     updates = total_updates(config)
-    device = select_device(config.device, config.threads, notice=say)
+    device = select_device(
+        config.device, config.threads, deterministic=config.deterministic, notice=say
+    )
     summary = None
     if source is not None:
         run_directory.check_resume(config, source, updates, device, say)

@@ -169,6 +169,8 @@ class WorkerBuilder:
         messages = Messages(say)
         # Send each line at once: the driver keeps lines until its log is open.
         messages.open(say)
+        if self.spec.config.deterministic:
+            devices.use_deterministic_algorithms(self.spec.device)
         device = devices.activate(self.spec.device)
         devices.select_egl_device(device, messages.notice)
         # Nothing closes this stack: the process is ended after ``Worker.close``.

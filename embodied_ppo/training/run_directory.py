@@ -270,7 +270,8 @@ def check_resume(
             continue
         say(f"resume: {path} was {show(old.get(path))}, is {show(now)}")
     # Hardware, threads and compilation change the order of sums, which changes roundings.
-    now, then = arithmetic(config, device), source.manifest["arithmetic"]
+    now = arithmetic(config, device)
+    then = {"deterministic": False} | source.manifest["arithmetic"]  # earlier versions lack it
     if changes := [
         f"{name} was {then[name]}, is {now[name]}" for name in now if then.get(name) != now[name]
     ]:
@@ -389,6 +390,7 @@ def arithmetic(config: Config, device: torch.device) -> dict[str, Any]:
         "threads": config.threads or torch.get_num_threads(),
         "matmul_precision": "highest",  # an option of earlier versions
         "compile": config.compile,
+        "deterministic": config.deterministic,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "torch": versions()["torch"],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,14 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.cluster.worker import Worker, WorkerSpec
 from embodied_ppo.core import devices
 from embodied_ppo.core.devices import DERIVED_VARIABLE, EGL_VARIABLE, egl_device_id, select_device
+from embodied_ppo.evaluation.checkpoint_evaluation import evaluate
+from embodied_ppo.evaluation.trained_policy import load_policy
+from embodied_ppo.options.schema import EvaluateConfig
 from embodied_ppo.programs import system
 from embodied_ppo.programs.run_spec import RunSpec
 from embodied_ppo.programs.system import WorkerBuilder
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 @pytest.fixture
@@ -120,3 +126,47 @@ def test_workers_render_on_their_own_gpu(
     own_device = torch.device("cuda", 0)
     assert facts == {"egl": visible, "device": own_device} and not lines
     assert activated == [device, own_device]
+
+
+@pytest.fixture
+def cublas(activated: list[torch.device], monkeypatch) -> Iterator[list[torch.device]]:
+    """Restore torch's mode and the variable that it needs."""
+    monkeypatch.setenv(CUBLAS, "")
+    monkeypatch.delenv(CUBLAS)
+    yield activated
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("given", [None, ":16:8"])
+def test_deterministic_algorithms(cublas: list[torch.device], monkeypatch, given: str) -> None:
+    """They are selected before CUDA starts, in workers too; a variable of the user is kept."""
+    select_device("cpu", 0, deterministic=True)
+    select_device("cuda:0", 0)
+    assert not torch.are_deterministic_algorithms_enabled() and CUBLAS not in os.environ
+    if given:
+        monkeypatch.setenv(CUBLAS, given)
+    modes = list[str | None]()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: modes.append(os.environ.get(CUBLAS)))
+    select_device("cuda:0", 0, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled() and modes == [given or ":4096:8"]
+    assert torch._inductor.config.deterministic
+    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(system, "build", report_environment)
+    config = run_helpers.tiny_config({"deterministic": True})
+    factory = WorkerBuilder.of(RunSpec(config, torch.device("cuda", 0), Path(), 1))
+    factory(WorkerSpec(("actor",), {}), None, print)
+    assert torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_training_and_evaluation_read_deterministic(
+    monkeypatch, tmp_path: Path, value: bool
+) -> None:
+    calls = list[torch.device]()
+    monkeypatch.setattr(devices, "use_deterministic_algorithms", calls.append)
+    options = run_helpers.options("device=cpu updates=1 compile=never evaluation.episodes=1")
+    run_helpers.train(tmp_path / "run", {**options, "deterministic": value})
+    evaluation = {"checkpoint": str(tmp_path / "run"), "episodes": 1, "video": False}
+    evaluate(EvaluateConfig(**evaluation, device="cpu"), quiet=True)
+    load_policy(str(tmp_path / "run"))
+    assert calls == [torch.device("cpu")] * (3 * value)

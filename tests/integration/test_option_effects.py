@@ -422,6 +422,7 @@ EFFECTS: dict[str, Effect] = {
 CLONING = ("steps", "dataset", "episodes", "foresight_steps", "batch_size", "lr", "shuffle_buffer")
 # Test that compares two values -> the options.
 ELSEWHERE = {
+    "core/test_devices.py": ["deterministic"],
     "training/test_pipelined_system.py": ["pipeline"],
     "training/test_trackers.py": ["trackers"],
     "envs/test_task_files.py": ["allow_changed_task", "evaluate allow_changed_task"],

@@ -71,6 +71,8 @@ def check(config: Config) -> None:
         and a.off_policy_correction is None,
         f"write rollout.oversampling=0: {r.oversampling:g} needs rollout.engine=builtin and"
         " algorithm.group_filter=null": r.oversampling and (vllm or a.group_filter is not None),
+        "write rollout.engine=builtin: numbers of vllm may differ between two runs, which"
+        " deterministic = true excludes": vllm and config.deterministic,
         "write actor.model.path=DIRECTORY, which rollout.engine = vllm reads, or"
         " engine=builtin": vllm and new_model,
     }
