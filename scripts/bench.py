@@ -450,10 +450,12 @@ def measure_simulation(part: Part, name: str) -> None:
     tiny += " algorithm.global_batch_size=16"
     options = [experiment, *NO_LEARNING, f"device={device}", *part.options]
     options += [*tiny.split(), "updates=4"] if part.tiny else ["updates=10"]
-    run = part.attempt("training", lambda: train(*options))
-    if run is not None:
-        for tag in ("time/collect_s", "time/update_s", "speed/env_steps_per_s"):
-            part.report(tag, means(run[1])[tag])
+    for label, repeats in {"": "false", "deterministic/": "true"}.items():
+        more = [*options, f"deterministic={repeats}"]
+        run = part.attempt(f"{label}training", lambda o=more: train(*o))
+        if run is not None:
+            for tag in ("time/collect_s", "time/update_s", "speed/env_steps_per_s"):
+                part.report(label + tag, means(run[1])[tag])
     config = {path: x["value"] for path, x in run_command("config", *options).items()}
     n = config["env.num_envs"]
 
