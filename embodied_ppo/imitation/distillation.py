@@ -298,12 +298,10 @@ class DistillationLoss(MinibatchLoss):
 
     def forward(self, b: DistillationBatch) -> tuple[Tensor, Statistics]:
         """See ``MinibatchLoss``."""
-        mean_only = self.kind == "mse"
-        if self.model.memory_size:
-            parameters, log_std = self.model.distribution_of_columns(b.inputs, mean_only=mean_only)
-        else:
-            parameters, log_std = self.model.distribution(b.inputs, mean_only=mean_only)
-        elements = distillation_loss(self.kind, self.model.kind, parameters, log_std, b.target)
+        model = self.model
+        distribution = model.distribution_of_columns if model.memory_size else model.distribution
+        parameters, log_std = distribution(b.inputs, mean_only=self.kind == "mse")
+        elements = distillation_loss(self.kind, model.kind, parameters, log_std, b.target)
         loss = losses.aggregate(elements, b.mask, rows=b.rows)
         return loss, {"policy_loss": loss.detach()}
 
