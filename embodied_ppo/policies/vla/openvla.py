@@ -161,8 +161,7 @@ class Embedded(NamedTuple):
 
     def append(self, x: Tensor) -> Embedded:
         """Append [B, n, D] without padding."""
-        more = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-        valid = torch.cat((self.valid, more), dim=1)
+        valid = F.pad(self.valid, (0, x.shape[1]), value=True)
         return Embedded(torch.cat((self.x, x.to(self.x.dtype)), dim=1), valid, valid.cumsum(1) - 1)
 
     def visible_keys(self, causal: bool) -> Tensor:
@@ -380,8 +379,7 @@ class OpenVLA(InferenceModule):
         visual, words = image_features["/visual"], self._embed(ids)
         bos = self._embed(torch.full_like(ids[:, :1], BOS))
         first = mask & (mask.cumsum(1) == 1)
-        valid = torch.ones(len(ids), 1 + visual.shape[1], dtype=torch.bool, device=ids.device)
-        valid = torch.cat((valid, (mask & ~first)[:, 1:]), dim=1)
+        valid = F.pad((mask & ~first)[:, 1:], (1 + visual.shape[1], 0), value=True)
         x = torch.cat((bos, visual.to(words.dtype), words[:, 1:]), dim=1)
         return Embedded(x, valid, valid.cumsum(1) - 1)
 

@@ -43,12 +43,9 @@ def read_config(raw: Mapping[str, Any]) -> OpenVLAConfig:
             + choose(str(backbone), list(BACKBONES), "read are DINOv2 with SigLIP: ")
         )
     text = dict(raw.get("text_config") or {})
-    for name, value, supported in (
-        ("use_fused_vision_backbone", raw.get("use_fused_vision_backbone", True), True),
-        ("image_resize_strategy", raw.get("image_resize_strategy", RESIZE), RESIZE),
-        ("text_config.model_type", text.get("model_type", "llama"), "llama"),
-    ):
-        check_supported("", name, value, supported)
+    for name, supported in (("use_fused_vision_backbone", True), ("image_resize_strategy", RESIZE)):
+        check_supported("", name, raw.get(name, supported), supported)
+    check_supported("", "text_config.model_type", text.get("model_type", "llama"), "llama")
     sizes = dict(raw.get("vision_sizes") or {})
     with config_errors("a field has the wrong type or name (", "); compare with openvla-7b's"):
         return OpenVLAConfig(

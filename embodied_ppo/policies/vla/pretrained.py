@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
@@ -37,7 +37,7 @@ from embodied_ppo.core.collectives import layers
 from embodied_ppo.core.types import Decision, Evaluation
 from embodied_ppo.options.schema import ModelConfig
 from embodied_ppo.policies import lora
-from embodied_ppo.policies.backbone import channels_first_shape
+from embodied_ppo.policies.backbone import InferenceModule, channels_first_shape
 from embodied_ppo.policies.vla import openvla_files, openvla_heads, published_weights, vla_policy
 from embodied_ppo.policies.vla.action_tokens import Tokens
 from embodied_ppo.policies.vla.gaussian import Gaussian
@@ -59,8 +59,8 @@ class VisionEncoder(ObservationEncoder):
         read = {n: s for n, s in named if state or s.layout is not None or n == INSTRUCTION}
         super().__init__(read, replace(config, normalize_obs=False))
         shapes = {name: channels_first_shape(s) for name, s in self.encoder.images.items()}
-        channels, *size = next(iter(shapes.values()))
-        self.image_size: tuple[int, int] = (size[0], size[1])  # height and width
+        channels, height, width = next(iter(shapes.values()))
+        self.image_size = height, width
         if channels != 3 or len(set(shapes.values())) > 1:
             raise ConfigError(
                 f"model.checkpoint={config.checkpoint}: images must be RGB and of one size, but"
@@ -73,7 +73,7 @@ class VisionEncoder(ObservationEncoder):
         return torch.stack([inputs[name] for name in self.names], dim=1)
 
 
-class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
+class PublishedVLA(InferenceModule, vla_policy.VLAPolicy, lora.Adapted):
     """Policy on a published model, see the module's description; subclasses add the action head."""
 
     # Observations that a frozen vision encoder processes at a time.
@@ -132,9 +132,7 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
         self.build_head(config)
         hidden = min(4 * width, VALUE_UNITS)
         self.value_head = vla_policy.ValueHead(width, config.detach_value, hidden, values=values)
-        # ``train`` does nothing, so switch off the dropout that some models have once.
-        for module in self.modules():
-            module.training = False
+        self.eval()  # switches off the dropout that some models have
         # Names of parameters that the forward pass does not use.
         self.unread = {name for name, p in self.body.named_parameters() if not p.requires_grad}
         if self.rank:
@@ -212,10 +210,6 @@ class PublishedVLA(vla_policy.VLAPolicy, lora.Adapted):
         """Set the sentences that the instruction observation indexes."""
         self.sentences = tuple(sentences)
         self.trunk.table = self.body.prompts(self.sentences or ("do the task",)).to(self.device)
-
-    def train(self, mode: bool = True) -> Self:
-        """Do nothing: dropout would make log-probabilities random."""
-        return self
 
     def published_parameters(self) -> dict[str, Tensor]:
         """Return the trained parameters of OpenVLA by their names there."""

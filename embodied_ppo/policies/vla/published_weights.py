@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -31,8 +30,7 @@ _FILE = Path(__file__).with_name("published.yaml")
 TABLES: dict[str, dict[str, Any]] = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True)
-class PublishedTensor:
+class PublishedTensor(NamedTuple):
     """A published tensor: its shape and the slices of our parameters that it consists of."""
 
     shape: tuple[int, ...]
@@ -76,8 +74,7 @@ def read_kind(folder: Path, policy: str) -> tuple[str, dict[str, Any]]:
     kind = raw.get("model_type") or raw.get("type")
     if kind is None and "action_horizon" in raw:  # openpi's config.json names no type
         kind = openpi_configs.kind_of(read_headers(weight_files(peft_files.base_folder(folder))))
-    reader = KINDS.get(str(kind))
-    name = kind
+    reader, name = KINDS.get(str(kind)), kind
     if kind == "openvla" and any(folder.glob("action_head--*")):
         reader, name = "gaussian", "openvla with a regression head (action_head)"
     if reader == policy:

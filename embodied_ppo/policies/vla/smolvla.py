@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,7 +180,9 @@ def read(folder: str | Path) -> Published:
     model = published_weights.load(folder, build, rename)
     words = raw.get("tokenizer_max_length") or pi0_files.MAX_WORDS["pi0"]
     tokenizer = peft_files.locate(folder, "tokenizer.json").parent
-    tokenize = SentenceTokenizer(files.load_tokenizer(tokenizer, *VLM_SIZES), words)
+    encode = files.load_tokenizer(tokenizer, *VLM_SIZES)
+    # At most ``words`` ids, including end of line.
+    tokenize = lambda sentence: encode(sentence.removesuffix("\n") + "\n").input_ids[:words]
     stats = pi0_files.statistics(folder, raw, "MEAN_STD")
     cameras = pi0_files.camera_names(raw)
     return Published(model, tokenize, *stats, antialias=False, cameras=cameras, modules=MODULES)
@@ -204,17 +205,6 @@ def rename(keys: Iterable[str]) -> dict[str, str]:
     """
     read_keys = (key for key in keys if "lm_head" not in key and "normalize" not in key)
     return {key: published_weights.substitute(key, PARAMETERS) for key in read_keys}
-
-
-@dataclass(frozen=True)
-class SentenceTokenizer:
-    """Sentence -> at most ``words`` ids, including end of line."""
-
-    tokenizer: Any
-    words: int
-
-    def __call__(self, sentence: str) -> list[int]:
-        return self.tokenizer(sentence.removesuffix("\n") + "\n").input_ids[: self.words]
 
 
 def vlm_config(raw: Mapping[str, Any], label: str) -> Any:
@@ -275,8 +265,7 @@ class SmolTrunk(PI0Trunk):
         scale = math.sqrt(words.shape[-1])
         state = vlm.state_proj(inputs[VECTOR].to(vlm.state_proj.weight.dtype)).unsqueeze(1)
         x = torch.cat((images.to(words.dtype) * scale, words * scale, state.to(words.dtype)), dim=1)
-        ones = given.new_ones(len(given), 1)
-        valid = torch.cat((ones.expand(-1, images.shape[1]), given, ones), dim=1)
+        valid = F.pad(given, (images.shape[1], 1), value=True)
         attention = vlm.language_model.layers[0].self_attn
         rotary = rotation(valid.cumsum(1) - 1, attention.head_dim)
         # The state is the last token: it attends to all, and only itself attends to it.
@@ -338,11 +327,12 @@ def _repeat_mask(visible: Tensor, attention: Any) -> Tensor:
 
 def _cross_keys(layer: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Map keys and values of the prefix, [B, G, P, d] each, to those of a layer of the expert."""
-    out = []
-    for linear, x in ((layer.self_attn.k_proj, keys), (layer.self_attn.v_proj, values)):
+
+    def project(linear: Any, x: Tensor) -> Tensor:
         y = linear(x.transpose(1, 2).flatten(2).to(linear.weight.dtype))
-        out.append(y.unflatten(-1, (x.shape[1], -1)).transpose(1, 2))
-    return out[0], out[1]
+        return y.unflatten(-1, (x.shape[1], -1)).transpose(1, 2)
+
+    return project(layer.self_attn.k_proj, keys), project(layer.self_attn.v_proj, values)
 
 
 def _cross_attention(
