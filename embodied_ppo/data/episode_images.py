@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ from embodied_ppo.data.video_encoder import import_ffmpeg
 EPISODES_AHEAD = 4  # episodes that a stream decodes ahead, each in a thread
 
 
-@dataclass(frozen=True)
-class Camera:
+class Camera(NamedTuple):
     """A camera of a data set.
 
     Attributes:

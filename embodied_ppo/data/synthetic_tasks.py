@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from embodied_envs.base.errors import ConfigError
 from embodied_ppo.policies.checkpoint_files import import_transformers
@@ -30,8 +30,7 @@ ForgetCarries: TypeAlias = Callable[[], bool]
 
 
 # -------------------------------------------------------------------------------------------- tasks
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """One problem.
 
     Attributes:

@@ -7,9 +7,8 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from embodied_envs.base.errors import ConfigError, choose
 from embodied_ppo.api import Run, path_text, short_text
@@ -47,8 +46,7 @@ STATISTICS = {
 UNITS = {"update", "env_steps", "tokens"}  # entries of a row that are not metrics
 
 
-@dataclass(frozen=True)
-class Condition:
+class Condition(NamedTuple):
     """A condition on a metric.
 
     Attributes:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from embodied_envs.base.errors import CheckpointError, ConfigError, show, show_path
 from embodied_ppo.core.guarded_files import update_of
@@ -207,8 +207,7 @@ def metric_rows(run_dir: Path) -> dict[int, dict[str, Any]]:
     return {update_of(row): row for row in rows}
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """One place in which a run differs from its records or from its re-execution.
 
     Attributes:

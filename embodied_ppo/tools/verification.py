@@ -16,7 +16,6 @@ import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -127,10 +126,8 @@ class _Verification:
         config, manifest = record.configs[newest], record.manifests[newest]
         stored = {key: manifest.get(key) or {} for key in ("versions", "arithmetic")}
         device = select_device(config.device, config.threads)
-        now = {
-            "versions": run_directory.versions(),
-            "arithmetic": run_directory.arithmetic(config, device),
-        }
+        arithmetic = run_directory.arithmetic(config, device)
+        now = {"versions": run_directory.versions(), "arithmetic": arithmetic}
         changed = [
             f"{name} was {errors.show(value)}, is {errors.show(now[key].get(name))}"
             for key, settings in stored.items()
@@ -223,9 +220,8 @@ class _Verification:
                     different = reexecution.differing_metrics(self.run_dir, out)
                     different += self._state_differences(stop, out, result)
                 except errors.TrainingError as error:
-                    location = (
-                        f"the execution of {describe(start, stop)} failed: {errors.one_line(error)}"
-                    )
+                    failed = f"the execution of {describe(start, stop)} failed"
+                    location = f"{failed}: {errors.one_line(error)}"
                     different = [Difference("checkpoints", location, start + 1)]
                 result["equal"] = not different
                 differences += different
@@ -291,7 +287,7 @@ class _Verification:
             "seed": self.seed,
             "checks": self.checks,
             "first_difference": str(differences[0]) if differences else None,
-            "differences": [asdict(d) | {"text": str(d)} for d in differences[:MOST_LISTED]],
+            "differences": [d._asdict() | {"text": str(d)} for d in differences[:MOST_LISTED]],
             "number_of_differences": len(differences),
             "notes": self.notes,
             "completed_updates": max([*record.updates, *record.checkpoints]),

@@ -21,8 +21,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,8 +41,7 @@ LONGEST_PROMPT = 1000  # largest length of a prompt, characters
 REFUSED = (EnvError, CheckpointError, ConfigError, ValueError)
 
 
-@dataclass(frozen=True)
-class Input:
+class Input(NamedTuple):
     """An array of an observation.
 
     Attributes:

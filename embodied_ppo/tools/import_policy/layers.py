@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -12,8 +12,7 @@ from embodied_envs.base.errors import ConfigError
 from embodied_ppo.tools.import_policy.untrusted_files import shown
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     """One linear layer.
 
     Attributes:
