@@ -252,8 +252,7 @@ class Writer(AbstractContextManager["Writer"]):
         indices, length, first = self._file_indices(), episode.length, self.frames + start
         times = {"from_timestamp": start / self._fps, "to_timestamp": (start + length) / self._fps}
         row: dict[str, Any] = {"episode_index": number, "tasks": [episode.instruction]}
-        row["length"] = length
-        row |= {f"data/{key}": x for key, x in indices.items()}
+        row |= {"length": length, **{f"data/{key}": x for key, x in indices.items()}}
         row |= {"dataset_from_index": first, "dataset_to_index": first + length}
         stats = {name: _stats(x) for name, x in episode.numbers.items()}
         for name in self._cameras:

@@ -16,17 +16,13 @@ from embodied_envs.base.errors import ConfigError, choose, shorten
 from embodied_ppo.data import parquet
 
 # Keys of a row that may hold the prompt, in order of preference.
-PROMPT_KEYS = (
-    *("messages", "prompt", "question", "problem", "conversations", "instruction", "input"),
-    "query",
-)
+PROMPT_KEYS = ("messages", "prompt", "question", "problem", "conversations")
+PROMPT_KEYS += ("instruction", "input", "query")
 
 
 # Keys that may hold the answer, in order; ``reward_model`` (verl) has a key ``ground_truth``.
-ANSWER_KEYS = (
-    *("reward_model", "ground_truth", "answer", "label", "completion", "output", "response"),
-    "solution",
-)
+ANSWER_KEYS = ("reward_model", "ground_truth", "answer", "label", "completion")
+ANSWER_KEYS += ("output", "response", "solution")
 
 
 UNREAD_KEYS = ("image", "images", "video", "videos", "audio", "audios")

@@ -194,11 +194,7 @@ class Page:
             with gui.add_folder("Push"):
                 size = gui.add_slider("Size (m/s)", 0.1, 3.0, 0.1, 1.0)
                 buttons = gui.add_button_group("Direction", tuple(PUSHES))
-
-                @buttons.on_click
-                def _(event: Any) -> None:
-                    self._events.put(lambda: self._push(event.target.value, size.value))
-
+                self._on_click(buttons, lambda: self._push(buttons.value, size.value))
         with gui.add_folder("Reward of a step"):
             self._bars = gui.add_html("")
         self._add_replay()

@@ -275,13 +275,6 @@ def check_finite(x: Tensor, label: str) -> None:
         raise ConfigError(f"use an earlier checkpoint: {label} {problem}")
 
 
-def log_std_of(std: Tensor, label: str) -> Tensor:
-    """Return the logarithm of standard deviations [A]. Raises ConfigError if one is not above 0."""
-    if not bool((std > 0).all()):
-        raise ConfigError(f"use another checkpoint: {label} has a standard deviation <= 0")
-    return std.log()
-
-
 def number(value: Any, label: str, name: str) -> float:
     """Return one number from 0.
 

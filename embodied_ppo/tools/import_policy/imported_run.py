@@ -119,8 +119,7 @@ def _with_imported_options(
         if option in given and given[option] != value:
             written, stored = (shorten(show(x), 60) for x in (given[option], value))
             raise ConfigError(f"remove {option} = {written}: {policy.label} has {stored}")
-    free = {path: x for path, x in policy.suggested_options().items() if path not in given}
-    derived = fixed | free
+    derived = fixed | {p: x for p, x in policy.suggested_options().items() if p not in given}
     for option, value in derived.items():
         section, name = option.split(".")
         options[section][name] = value

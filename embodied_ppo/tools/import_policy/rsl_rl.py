@@ -81,7 +81,9 @@ def read(path: Path, normalizer: Path | None) -> ImportedPolicy:
     std, log_std = state.take(std_name.format("std")), state.take(std_name.format("log_std"))
     state.finish()
     if log_std is None and std is not None:
-        log_std = imported.log_std_of(std, label)
+        if not bool((std > 0).all()):
+            raise ConfigError(f"use another checkpoint: {label} has a standard deviation <= 0")
+        log_std = std.log()
     if not actor or not critic:
         raise ConfigError(f"name a file that rsl_rl saved: {label} has no linear layers")
     is_beta = log_std is None and prefix == ".mlp" and actor[-1].outputs % 2 == 0
