@@ -16,6 +16,7 @@ import numpy as np
 from embodied_envs import engines
 from embodied_envs.base.errors import ConfigError, EnvError
 from embodied_envs.types import VectorEnv
+from embodied_ppo.core.tables import tables
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.evaluation import comparison, robustness
 from embodied_ppo.evaluation.charts import number, percent
@@ -26,13 +27,7 @@ from embodied_ppo.training.progress import counter
 FORMAT = 1  # version of paired.json
 
 # Name -> option of section env and its entries, in m, rad and factors as in ``tabletop_bench``.
-PERTURBATIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "wording": ("kwargs", {"split": "unseen_wording"}),
-    "camera": ("ranges", {"camera_position": [-0.03, 0.03], "camera_angle": [-0.03, 0.03]}),
-    "light": ("ranges", {"light": [0.5, 1.5], "colour": [-0.1, 0.1]}),
-    "distractor": ("kwargs", {"distractors": True}),
-    "position": ("kwargs", {"jitter": 2.0}),
-}
+PERTURBATIONS: dict[str, tuple[str, dict[str, Any]]] = tables(__file__)["perturbations"]
 
 SEEN = ("camera", "light", "distractor")  # perturbations that only a policy with cameras observes
 

@@ -19,6 +19,7 @@ from embodied_envs.base import tree
 from embodied_envs.base.intervals import Z95, wilson_interval
 from embodied_envs.base.random import TRAINING_SEEDS
 from embodied_ppo.core.guarded_files import read_object, replace_file
+from embodied_ppo.core.tables import tables
 from embodied_ppo.evaluation import paired as paired_differences
 from embodied_ppo.evaluation import robustness as robustness_card
 from embodied_ppo.evaluation.charts import Chart, line_chart, page_templates
@@ -41,16 +42,7 @@ SAMPLE_SHOWN = 600  # characters of a sample's text on the page; report.json has
 Unit: TypeAlias = Literal["env_steps", "tokens"]
 
 # Tags of metrics.jsonl in each chart of the page. Absent tags are left out.
-CURVES: tuple[tuple[str, ...], ...] = (
-    ("rollout/return", "eval/return"),
-    ("rollout/success", "eval/success", "eval/accuracy"),
-    ("rollout/length", "eval/length"),
-    ("rollout/truncated", "eval/truncated"),
-    ("policy/entropy",),
-    ("policy/approx_kl",),
-    ("kl/to_reference",),
-    ("value/explained_variance",),
-)
+CURVES: tuple[tuple[str, ...], ...] = tables(__file__)["curves"]
 
 
 # ------------------------------------------------------------------------------------------- report

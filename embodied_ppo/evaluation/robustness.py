@@ -33,6 +33,7 @@ from embodied_envs import engines
 from embodied_envs.base.errors import ConfigError, EnvError
 from embodied_envs.base.random import env_seeds
 from embodied_envs.types import VectorEnv
+from embodied_ppo.core.tables import tables
 from embodied_ppo.core.types import ProgressCallback
 from embodied_ppo.evaluation.charts import Chart, line_chart, mean, number
 from embodied_ppo.evaluation.episodes import EvaluationResult
@@ -61,16 +62,7 @@ EvaluateChanged: TypeAlias = Callable[[bool, Factory, int, Callable[[Any], None]
 # Properties that ranges of the domain randomisation set; options of realism set the others.
 RANGES = ("mass", "friction", "motor_strength")
 # Property of the environment -> unit and standard values: factors, or what 0 switches off.
-PROPERTIES: dict[str, tuple[str, tuple[float, ...]]] = {
-    "mass": ("factor", (0.5, 0.7, 0.85, 1, 1.2, 1.5, 2)),
-    "friction": ("factor", (0.25, 0.5, 0.75, 1, 1.5, 2)),
-    "motor_strength": ("factor", (0.5, 0.6, 0.7, 0.85, 1, 1.2)),
-    "action_delay": ("control steps", (0, 1, 2, 3, 4, 6)),
-    "obs_delay": ("control steps", (0, 1, 2, 3, 4, 6)),
-    "obs_noise": ("unit of the observation", (0, 0.01, 0.03, 0.1, 0.3)),
-    "obs_dropout": ("probability", (0, 0.1, 0.2, 0.4, 0.6)),
-    "push_velocity": ("m/s", (0, 0.25, 0.5, 1, 1.5, 2)),
-}
+PROPERTIES: dict[str, tuple[str, tuple[float, ...]]] = tables(__file__)["properties"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 
 from embodied_envs.base.errors import choose, show
 from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.core.tables import tables
 
 # Mode -> roles. In embodied mode the actor holds the critic, a head, and the reference.
 ROLES: dict[str, tuple[str, ...]] = {
@@ -24,13 +25,7 @@ ROLES: dict[str, tuple[str, ...]] = {
 }
 
 # placement=NAME -> its component placement, without roles that a run lacks. local: without Ray.
-PRESETS: dict[str, dict[str, str]] = {
-    "fused": {"env,rollout,actor,critic,reference,reward": "all"},
-    "colocated": {"env": "all", "rollout,reward": "all", "actor,reference": "all", "critic": "all"},
-    "disaggregated": {"env,rollout,reward": "first half", "actor,critic,reference": "second half"},
-    "hybrid": {"env": "first half", "rollout,actor": "second half"},
-    "pipelined": {"env": "first half", "rollout": "second half", "actor": "all"},
-}
+PRESETS: dict[str, dict[str, str]] = tables(__file__)["presets"]
 
 PATH = "cluster.component_placement"
 # Maximum number of processes on one device; a larger number is refused as a typing error.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from embodied_ppo.core.errors import PlacementError
+from embodied_ppo.core.tables import tables
 from embodied_ppo.options.placement import ALL, OFFLOADED, PHASES, WEIGHTS, Plan
 
 # Purpose (weights, gradients, optimiser, ...) -> peak memory of one process, bytes.
@@ -68,12 +69,7 @@ def loads(p: Plan, needs: Mapping[str, Need]) -> list[Load]:
 
 
 # Purpose that needs most memory -> what reduces it.
-MEMORY_HINTS = {
-    "activations": "lower algorithm.micro_batch_size",
-    "experience": "lower algorithm.horizon or env.num_envs, or use more devices",
-    "cache": "lower algorithm.rollout_micro_batch_size",
-    "weights": "use a smaller model, or devices for each role",
-}
+MEMORY_HINTS: dict[str, str] = tables(__file__)["memory_hints"]
 # What reduces gradients and the state of the optimiser.
 STATE_HINT = "train adapters (lora_rank)"
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from embodied_envs.base.errors import ConfigError, choose
 from embodied_ppo.api import Run, path_text, short_text
 from embodied_ppo.core import guarded_files
+from embodied_ppo.core.tables import tables
 from embodied_ppo.tools import reexecution
 from embodied_ppo.tools.update_replay import Replay, replay
 from embodied_ppo.training.run_files import MESSAGE
@@ -29,20 +30,7 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }
 CONDITION = re.compile(r"\s*(\S+?)\s*(>=|<=|==|!=|>|<|(?<=\s)nonfinite)\s*(\S*)\s*")
 # Metric -> statistic of a minibatch, and the statistic by which it is divided.
-STATISTICS = {
-    "policy/loss": ("policy_loss", None),
-    "policy/approx_kl": ("approx_kl", "count"),
-    "policy/clip_fraction": ("clip_fraction", "count"),
-    "policy/dual_clip_fraction": ("dual_clip_fraction", "count"),
-    "policy/ratio_max": ("ratio_max", None),
-    "policy/entropy": ("entropy", None),
-    "policy/grad_norm": ("actor_norm", None),
-    "value/loss": ("value_loss", None),
-    "value/grad_norm": ("critic_norm", None),
-    "value/clip_fraction": ("value_clipped", "rows"),
-    "kl/to_reference": ("kl", "rows"),
-    "distill/loss": ("policy_loss", None),
-}
+STATISTICS: dict[str, Any] = tables(__file__)["statistics"]
 UNITS = {"update", "env_steps", "tokens"}  # entries of a row that are not metrics
 
 

@@ -19,6 +19,7 @@ import numpy as np
 from embodied_envs.base.errors import ConfigError, show
 from embodied_ppo.api import Run, path_text
 from embodied_ppo.core import guarded_files
+from embodied_ppo.core.tables import tables
 from embodied_ppo.evaluation import checkpoint_evaluation, comparison, report
 from embodied_ppo.evaluation.charts import Chart, line_chart
 from embodied_ppo.evaluation.comparison import Scores
@@ -464,12 +465,7 @@ def _content_of_tasks(
 
 # ------------------------------------------------------------------------------------------- charts
 # Title of a chart -> tags of metrics.jsonl, of which a run has one.
-CURVES = {
-    "Return in training": ("rollout/return",),
-    "Success rate in training": ("rollout/success",),
-    "Return of evaluations": ("eval/return",),
-    "Success rate of evaluations": ("eval/success", "eval/accuracy"),
-}
+CURVES: dict[str, Any] = tables(__file__)["compared_curves"]
 
 
 def _curves(methods: Sequence[ComparedMethod], mode: str) -> list[Chart]:

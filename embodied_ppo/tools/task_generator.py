@@ -24,6 +24,7 @@ from embodied_envs.base.errors import EnvError, one_line
 from embodied_envs.robots.observation_parts import COMMAND_UNITS, describe
 from embodied_envs.robots.preparation import Preparation, inertia_gains
 from embodied_envs.robots.robot_model import FREE, HINGE, SLIDE, RobotModel
+from embodied_ppo.core.tables import tables
 from embodied_ppo.tools import task_templates
 
 CONTROL_STEP_S = 0.02  # duration of a decision of a new task, s
@@ -34,13 +35,7 @@ EPISODE_S = {"home": 5.0, "velocity": 10.0, "hover": 5.0, "reach": 4.0, "pick": 
 PHYSICS_STEP_S = 0.005  # least physics step of a new task with many contacts, velocity or pick, s
 
 # Pattern of MuJoCo's reason -> hint; the first counts.
-HINTS = {
-    "decoder": "convert a xacro first: xacro FILE > robot.urdf",
-    "parse error|empty file|Unrecognized": "name the MJCF or URDF of a robot, in valid XML",
-    # Some parsers of URDF resolve package://NAME/ to a folder; MuJoCo reads it as a path.
-    "package:": "write files of meshes relative to the folder of FILE, without package://",
-    "file": "write files (meshes as STL or OBJ, includes) relative to the folder of FILE",
-}
+HINTS: dict[str, Any] = tables(__file__)["hints"]
 
 MAX_GAIN = 1e6  # largest kp and kd that are accepted
 HOLD_S = 2.0  # time for which the robot is held at home, s
