@@ -276,7 +276,7 @@ class Recorded(compile.CompileSchedule):
                 out = self._program(*tensors)
             return [out] if isinstance(out, Tensor) else list(out)
 
-        return function
+        return [function]
 
 
 EPOCHS, MINIBATCHES = 2, 8
