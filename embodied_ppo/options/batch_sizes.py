@@ -80,7 +80,7 @@ def optimization_config(config: Config) -> Config:
         target_kl_stop=None,
         rpo_alpha=None,
         lr=d.lr,
-        lr_schedule="constant",
+        lr_schedule=d.lr_schedule,
         lr_end=0.0,
         lr_warmup=0,
     )

@@ -45,8 +45,8 @@ def reward_groups(a: AlgorithmConfig) -> tuple[RewardGroup, ...]:
     """Return all groups in the order of the value's outputs."""
     if not a.curiosity.weight:
         return rollout_groups(a)
-    own = {"reward_norm": "running", "reward_clip": None, "whiten_rewards": False}
-    options = replace(a, gamma=a.curiosity.gamma, **own)
+    # The discount of novelty is that of Burda et al. 2019, whatever the task's is.
+    options = replace(a, gamma=0.99, reward_norm="running", reward_clip=None, whiten_rewards=False)
     return (*rollout_groups(a), RewardGroup(CURIOSITY, (), options, weight=a.curiosity.weight))
 
 

@@ -519,9 +519,8 @@ class CuriosityConfig:
     weight: NonNegative = option(0.0, read_if=ACTOR_CRITIC)
     """Weight of an intrinsic reward for rarely visited states, a group of reward_groups with its
     own value: the error of a network that predicts a fixed random network (random network
-    distillation), divided by the deviation of its newest discounted returns. 0: none; try 1."""
-    gamma: Fraction = option(0.99, read_if=CURIOUS)
-    """Discount of the intrinsic reward."""
+    distillation), divided by the deviation of its newest returns, discounted by 0.99. 0: none; try
+    1."""
     decay: Natural = option(0, read_if=CURIOUS)
     """Number of updates over which the weight falls linearly to 0; 0: it is constant."""
 
@@ -1093,6 +1092,8 @@ class DistillationConfig:
     """Execute samples of the student's distribution; false: its mode."""
     lr: Positive = 1e-3
     """Learning rate of the actor; the critic is not trained."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Schedule of the learning rate. linear and cosine decay to 0 over the run."""
 
 
 # -------------------------------------------------------------------------------------------- a run

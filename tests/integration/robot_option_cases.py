@@ -120,7 +120,6 @@ CHANGES: dict[str, tuple[Any, dict[str, Any]]] = {
     "model.recurrent": ("gru", COLUMNS),
     "model.recurrent_size": (8, RECURRENT),
     "model.network": (NETWORK, {}),
-    "algorithm.curiosity.gamma": (0.5, CURIOUS),
     "algorithm.curiosity.decay": (2, CURIOUS),
     "algorithm.reward_groups": ({"run": {"terms": ["reward_run"], "gamma": 0.5}, "other": {}}, {}),
     "model.network_options": ({"width": 8}, {"model.network": NETWORK}),

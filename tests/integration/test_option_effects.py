@@ -31,8 +31,15 @@ from embodied_ppo.evaluation import checkpoint_evaluation, robot_evaluation
 from embodied_ppo.evaluation import video as video_module
 from embodied_ppo.imitation import expert_demos
 from embodied_ppo.options import batch_sizes, loader
+from embodied_ppo.options.batch_sizes import optimization_config
 from embodied_ppo.options.compose import DEMOS_ENV
-from embodied_ppo.options.schema import Config, DemosConfig, EvaluateConfig, ExportConfig
+from embodied_ppo.options.schema import (
+    Config,
+    DemosConfig,
+    DistillationConfig,
+    EvaluateConfig,
+    ExportConfig,
+)
 from embodied_ppo.policies import robot_policy
 from embodied_ppo.ppo.robot_actor import robot_ppo
 from embodied_ppo.programs import compilation, runs
@@ -337,6 +344,11 @@ def compiles_from(option: str, value: str) -> Any:
     return compilation.compile_from(run_helpers.tiny_config({option: value}), CPU, print)
 
 
+def schedule_of_student(option: str, value: Any) -> str:
+    c = Config(teacher="RUN", distillation=DistillationConfig(lr_schedule=value))
+    return optimization_config(c).algorithm.lr_schedule
+
+
 def recorded_env(option: str, value: Any) -> Any:
     """Return the first observation and the threads of the environment that demos records."""
     base = {"id": "Tabletop", "cameras": ["front"], "image_size": 16, "num_threads": 1}
@@ -388,6 +400,7 @@ EFFECTS: dict[str, Effect] = {
     "evaluation.video_episodes": (1, 2, video),
     "actor.model.gradient_checkpointing": (False, True, of_language("actor")),
     "reward.workers": (0, 1, of_language("processes")),
+    "distillation.lr_schedule": ("constant", "linear", schedule_of_student),
     "cluster.num_nodes": (1, 2, planned),
     "cluster.devices_per_node": (1, 2, planned),
     "cluster.device_memory_gb": (1e-5, 64.0, planned),

@@ -28,7 +28,7 @@ from tests.ppo import test_robot_actor
 from tests.ppo.test_robot_actor import ACTIONS, OBS, PLAIN, N, T, numbers
 from tests.ppo.test_robot_actor_ranks import run_ranks
 
-CURIOUS = {"weight": 0.5, "gamma": 0.9, "decay": 10}
+CURIOUS = {"weight": 0.5, "decay": 10}
 
 
 def make(options: dict[str, Any] | None = None) -> tuple[PPO, Curiosity]:
@@ -70,7 +70,8 @@ def test_reward_and_weight_by_hand() -> None:
 
 def test_advantage_against_reference() -> None:
     """A = A_reward + 0.5·A_curiosity: clamped rewards, and errors divided by the deviation of G."""
-    learner, curiosity = make({"reward_clip": 0.5, "reward_clip_order": "after_norm"})
+    options = {"reward_clip": 0.5, "reward_clip_order": "after_norm", "gamma": 0.9}
+    learner, curiosity = make(options)
     t = experience()
     rewarded, _ = curiosity.with_reward(t, learner.actor.encode(t))
     batch, metrics = learner.prepare(t)
@@ -81,11 +82,11 @@ def test_advantage_against_reference() -> None:
         g = 0.0
         for row in range(T):
             if t.mask[row, n]:
-                g = 0.9 * g + float(bonus[row, n])
+                g = 0.99 * g + float(bonus[row, n])
                 sums.append(g)
                 g = 0.0 if done[row, n] else g
     std = float((torch.tensor(sums).double().var(correction=0) + 1e-8).sqrt())
-    rewards = ((t.reward.double().clamp(-0.5, 0.5), 0.99, 1.0), (bonus / std, 0.9, 0.5))
+    rewards = ((t.reward.double().clamp(-0.5, 0.5), 0.9, 1.0), (bonus / std, 0.99, 0.5))
     for k, (reward, gamma, weight) in enumerate(rewards):
         fields = (reward, t.value[..., k], t.next_value[..., k], t.terminated, t.truncated, t.mask)
         a, _ = reference.gae(*(x.tolist() for x in fields), gamma=gamma, gae_lambda=0.95)
