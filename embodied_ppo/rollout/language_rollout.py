@@ -279,7 +279,7 @@ class ReasoningRollout:
         # depend on the number of processes.
         samples = torch.arange(response_offset, response_offset + len(prompt))
         options: dict[str, Any] = {}
-        if self.partial.extra or self.partial.unfinished:
+        if self.partial.extra:
             begun = self.partial.unfinished
             options["begun"] = None if begun is None else begun.generation
             options["enough"] = partial(self.partial.enough, len(prompt))

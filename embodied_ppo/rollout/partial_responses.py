@@ -82,7 +82,7 @@ class PartialResponses:
 
     def take(self, responses: Responses) -> Responses:
         """Return the first ``groups`` complete groups, and keep the others."""
-        if not (self.extra or self.unfinished):
+        if not self.extra:
             return responses
         generation, size = responses.generation, self.group_size
         ended = generation.stopped | (generation.length >= generation.token.shape[1])
@@ -103,7 +103,9 @@ class PartialResponses:
         self.unfinished = None
         if state is None:
             return
-        if changed := [name for name, value in self.kind.items() if state[name] != value]:
+        changed = [name for name, value in self.kind.items() if state[name] != value]
+        # Without additional groups, a group filter or another engine may make the batch.
+        if changed := changed or ["rollout.oversampling"] * (not self.extra):
             say(f"resume: {', '.join(changed)} changed; unfinished responses are dropped")
             return
         generation = Generation(**state["responses"]["generation"])

@@ -248,11 +248,12 @@ def test_unfinished_responses_go_on_with_newer_weights() -> None:
     """Each token has the log-probability of the policy whose version it has."""
     policy, sampling = make(), Sampling(12, stop_ids=(2, *range(30, 40)))
     options: dict[str, Any] = {"sampling": sampling, "batch": 2, "oversampling": 0.5}
+    options["group_size"] = 2
 
-    def make_rollout(group_size: int = 2) -> ReasoningRollout:
+    def make_rollout(**changed: Any) -> ReasoningRollout:
         graders = FixedGraders([Grade(0.0)] * 24)
         generator = Engine(policy, slots=8, pad_id=0)
-        return rollout(generator=generator, graders=graders, group_size=group_size, **options)
+        return rollout(generator=generator, graders=graders, **options | changed)
 
     x, y = make_rollout(), make_rollout()
     weights, lags, begun = [], set[int](), 0
@@ -279,7 +280,8 @@ def test_unfinished_responses_go_on_with_newer_weights() -> None:
             for w in policy.parameters():
                 w += 0.1 * torch.randn_like(w)
     assert max(lags) > 0 and begun, "some responses have tokens of two policies"
-    notices: list[str] = []
-    other = make_rollout(group_size=1)
-    other.load_state(x.state(), notices.append)
-    assert other.partial.unfinished is None and "group_size changed" in notices[0]
+    for name, value in (("group_size", 1), ("oversampling", 0.0)):  # a filter may follow the latter
+        notices: list[str] = []
+        other = make_rollout(**{name: value})
+        other.load_state(x.state(), notices.append)
+        assert other.partial.unfinished is None and f"{name} changed" in notices[0]
