@@ -183,9 +183,8 @@ class Worker:
             i, n = shard
             if n > 1:
                 trajectory = tree.map(lambda x: x.chunk(n, dim=1)[i].contiguous(), trajectory)
-        # Updates between acting and learning, averaged over all rows; 0: on-policy.
-        lag = self.version - trajectory.version.double().mean().item()
-        metrics = self.learner.update(trajectory, update=update) | {"rollout/version_lag": lag}
+        lag = {"rollout/version_lag": trajectory.lag(self.version)}
+        metrics = self.learner.update(trajectory, update=update) | lag
         self.finish_requests(*REQUESTS["actor"])
         return metrics, self.count(trajectory)
 

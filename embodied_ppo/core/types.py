@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
+import torch
 from torch import Generator, Tensor, nn
 
 from embodied_envs.types import (
@@ -148,6 +149,11 @@ class Trajectory:
     kept: dict[str, Tensor] | None = None
     collected: Tensor | None = None
     grades: Tensor | None = None
+
+    def lag(self, version: int) -> Mean:
+        """Return the updates between acting and ``version``, averaged over unmasked rows."""
+        mask = self.mask.reshape(*self.version.shape, -1).any(-1)
+        return Mean(*torch.stack([((version - self.version) * mask).sum(), mask.sum()]).tolist())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,11 +58,10 @@ class LocalSystem(RunSystem):
         return self.rollout.collect(horizon, update=update, version=self.version)
 
     def update(self, experience: Any, *, update: int) -> Metrics:
-        # Updates between acting and learning, averaged over all rows.
-        lag = self.version - experience.version.double().mean().item()
+        lag = {"rollout/version_lag": experience.lag(self.version)}
         if self._observer is not None:
             self._observer.on_experience(experience, update=update)
-        metrics = self.learner.update(experience, update=update) | {"rollout/version_lag": lag}
+        metrics = self.learner.update(experience, update=update) | lag
         if self._observer is not None:
             self._observer.on_update(metrics)
         # Steps are counted when they are trained on, not when they are collected.

@@ -13,6 +13,7 @@ from torch import Tensor
 from embodied_envs.base import tree
 from embodied_envs.base.errors import TrainingError
 from embodied_ppo.core.errors import RunRefused
+from embodied_ppo.core.types import Mean
 from embodied_ppo.data.prompts import Prompt, Sampler
 from embodied_ppo.options import loader
 from embodied_ppo.options.reward_groups import reward_groups
@@ -256,7 +257,7 @@ def test_unfinished_responses_go_on_with_newer_weights() -> None:
         return rollout(generator=generator, graders=graders, **options | changed)
 
     x, y = make_rollout(), make_rollout()
-    weights, lags, begun = [], set[int](), 0
+    weights, lags, begun = [], list[int](), 0
     for version in range(6):
         weights.append(copy.deepcopy(policy))
         state = x.state()
@@ -274,8 +275,10 @@ def test_unfinished_responses_go_on_with_newer_weights() -> None:
                 hidden = actor.hidden(t.obs["row"][None, :, i], places[None])
                 expected = actor.view(hidden, tokens[None]).log_prob[0, k]
                 torch.testing.assert_close(t.log_prob[k, i], expected, rtol=0, atol=1e-5)
-                lags.add(lag)
+                lags.append(lag)
             begun += len(set(t.version[:n, i].tolist())) > 1
+        tokens = int(t.mask.sum())  # without the padding behind a response
+        assert t.lag(version) == Mean(sum(lags[-tokens:]), tokens)
         with torch.no_grad():
             for w in policy.parameters():
                 w += 0.1 * torch.randn_like(w)
