@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -61,7 +62,9 @@ class LanguageMemoryEstimator(MemoryEstimator):
             counted = set[int]()  # models with adapters share frozen parameters
             if rolls_out:
                 # One row of the cache for each response that is decoded at the same time.
-                slots = min(language_inputs.slots(config), sequences // acts)
+                groups = a.rollout_batch_size // acts
+                begun = groups + math.ceil(config.rollout.oversampling * groups)
+                slots = min(language_inputs.slots(config), begun * a.group_size)
                 need["cache"] = memory_estimate.kv_cache_bytes(policy, slots, self.longest)
                 # On a GPU the engine decodes with a copy of the weights in the type of the
                 # products.
