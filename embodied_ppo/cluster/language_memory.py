@@ -34,6 +34,8 @@ class LanguageMemoryEstimator(MemoryEstimator):
         train, held_out = language_inputs.read_prompts(config, tokenizer, lambda line: None)
         self.policy = language_models.make_policy(config, tokenizer, cpu, weights=False)
         prompts = [*train, *held_out]
+        # Responses of an evaluation, for which the engine enlarges its cache.
+        self.evaluated = min(config.evaluation.episodes, len(held_out)) * config.evaluation.n
         self.longest = language_inputs.check_length(self.policy, prompts, a.response_length)
         self.critic = language_models.make_critic(config, self.policy, cpu, weights=False)
 
@@ -64,7 +66,8 @@ class LanguageMemoryEstimator(MemoryEstimator):
                 # One row of the cache for each response that is decoded at the same time.
                 groups = a.rollout_batch_size // acts
                 begun = groups + math.ceil(config.rollout.oversampling * groups)
-                slots = min(language_inputs.slots(config), begun * a.group_size)
+                decoded = max(begun * a.group_size, self.evaluated)
+                slots = min(language_inputs.slots(config), decoded)
                 need["cache"] = memory_estimate.kv_cache_bytes(policy, slots, self.longest)
                 # On a GPU the engine decodes with a copy of the weights in the type of the
                 # products.

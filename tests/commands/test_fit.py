@@ -71,9 +71,11 @@ def test_a_gpu_needs_a_copy_of_the_weights_for_decoding() -> None:
     parameters = sum(p.numel() for p in estimator.policy.parameters())
     assert 2 * parameters < copied < 3 * parameters
     assert estimator.policy.logit_bytes == 384 << 20
-    # The cache has a row for each response that is decoded, also for those begun in addition.
+    # The cache has a row for each response that is decoded, also for those begun in addition and
+    # those of an evaluation.
     begun = "rollout.oversampling=0.5", "algorithm.off_policy_correction=token"
-    assert memory_needs(*LANGUAGE, *begun)["cache"] == 1.5 * memory_needs(*LANGUAGE)["cache"]
+    for more in (begun, ("evaluation.episodes=96",)):
+        assert memory_needs(*LANGUAGE, *more)["cache"] == 1.5 * memory_needs(*LANGUAGE)["cache"]
 
 
 def device_memory(needs: dict[str, int], less: float) -> str:
