@@ -47,11 +47,9 @@ def evaluate(config: EvaluateConfig, *, explicit: Any = (), quiet: bool = False)
     progress = Progress(quiet)
     run = open_evaluated(config.checkpoint, say=progress.say)
     validation.check_evaluation(config, run.config.mode, explicit)
+    deterministic = run.config.deterministic
     device = select_device(
-        config.device,
-        config.threads,
-        deterministic=run.config.deterministic,
-        notice=progress.say,
+        config.device, config.threads, deterministic=deterministic, notice=progress.say
     )
     measure = _evaluate_language if run.config.mode == "reasoning" else _evaluate_robot
     results = measure(run, config, device, report_dir(config, run.source, run.run_dir), progress)

@@ -198,7 +198,7 @@ class MinibatchStep:
         settings, index = tensors[3 * n], tensors[3 * n + 1]
         coefficients = settings.unbind()[len(ADAMW_SETTINGS) :]
         loss, stats, live = self.evaluate(tensors[:n], coefficients, index, tensors[3 * n + 2 :])
-        return self.apply(tensors[: 3 * n], settings, torch.autograd.grad(loss, live), stats)
+        return self._apply(tensors[: 3 * n], settings, torch.autograd.grad(loss, live), stats)
 
     def evaluate(
         self,
@@ -239,7 +239,7 @@ class MinibatchStep:
         return loss, stats | {"loss": loss.detach(), "rows": minibatch.mask.sum()}, live
 
     @torch.no_grad()
-    def apply(
+    def _apply(
         self,
         state: Sequence[Tensor],
         settings: Tensor,
@@ -377,12 +377,12 @@ class CompiledStep:
             ],
             coefficients=list(loss.coefficients.values()),
         ).to(device)
-        self._taken, self._loops = 0, False
+        self._taken = 0
         if is_pair:
-            # Changes the weights where the C++ loop cannot.
-            self._program = MinibatchStep(loss, actor, critic, batch)
+            self._loss, self._actors = loss, len(actor)
             self._coefficients = self._settings[0, len(ADAMW_SETTINGS) :].clone()
-            self._loops = all(isinstance(f, compile.CFunction) for f in functions) and all(
+            # The loop in C++ calls programs by their C interface, and changes float32 in order.
+            return all(isinstance(f, compile.CFunction) for f in functions) and all(
                 x.is_contiguous() and x.dtype == torch.float32 for x in self._state.tensors
             )
         return True
@@ -396,31 +396,23 @@ class CompiledStep:
         Returns:
             Their statistics, float32 [K] each.
         """
-        settings = self._settings[self._taken :]
+        settings, rows = self._settings[self._taken :], list[Tensor]()
         state, constants, functions = self._state, self._constants, self._functions
-        rows: list[Tensor] = []
-        if self._loops and indices:
+        if len(functions) == 2 and indices:
             table = take_steps(
                 functions,
                 state.tensors,
-                self._program.actors,
+                self._actors,
                 [*state.parameters, self._coefficients, indices[0], *constants],
-                self._program.loss.config,
+                self._loss.config,
                 settings,
                 indices,
-                columns=len(self._program.loss.names) + len(STEP_STATISTICS),
+                columns=len(self._loss.names) + len(STEP_STATISTICS),
                 threads=self.schedule.threads,
             )
             rows, indices = [*table.unbind()], []
         for setting, index in zip(settings.unbind(), indices, strict=False):
-            if len(functions) == 1:
-                (row,) = functions[0]([*state.tensors, setting, index, *constants])
-            else:
-                tensors = [*state.parameters, self._coefficients, index, *constants]
-                (first, *grads), (second, *others) = (f(tensors) for f in functions)
-                names = (*self._program.loss.names, *STEP_STATISTICS)
-                stats = dict(zip(map(str, names), (first + second).unbind(), strict=True))
-                row = self._program.apply(state.tensors, setting, [*grads, *others], stats)
+            (row,) = functions[0]([*state.tensors, setting, index, *constants])
             rows.append(row)
             # Reading the value would make a CUDA graph wait.
             if not self.schedule.captures and not math.isfinite(row[-1].item()):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,6 +69,10 @@ def _native() -> tuple[Any, list[Any]]:
 def _second_thread() -> ThreadPoolExecutor:
     threads = torch.get_num_threads()
     return ThreadPoolExecutor(1, "critic", torch.set_num_threads, (threads,))
+
+
+# A forked process does not have the thread, and would wait for it for ever.
+os.register_at_fork(after_in_child=_second_thread.cache_clear)
 
 
 def _pointer(function: Any) -> Any:

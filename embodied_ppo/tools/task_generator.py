@@ -48,11 +48,7 @@ FAST = 100.0  # a joint that is faster diverges, rad/s or m/s
 STIFF_RAD = 0.2  # a servo whose force limit is reached by a smaller error is stiff
 
 # File in the new folder -> template.
-TEMPLATES = {
-    "{name}.py": "new_task.py.j2",
-    "configs/experiment/{name}.yaml": "new_task.yaml.j2",
-    "test_{name}.py": "new_task_test.py.j2",
-}
+TEMPLATES: dict[str, Any] = tables(__file__)["templates"]
 # The same of a task with commands, to train it on a GPU.
 GPU_TEMPLATE = {"configs/experiment/{name}_gpu.yaml": "new_task_gpu.yaml.j2"}
 

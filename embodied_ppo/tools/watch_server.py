@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 from embodied_envs.base.errors import one_line, show, show_path
 from embodied_ppo.core import guarded_files
 from embodied_ppo.core.errors import CheckpointError, UsageError
+from embodied_ppo.core.tables import tables
 from embodied_ppo.options import loader
 from embodied_ppo.tools import generations_page
 from embodied_ppo.training import generations, health, run_files
@@ -56,12 +57,7 @@ REPORT_POLICY = (
 
 
 # Headers of every response.
-HEADERS = {
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-}
+HEADERS: dict[str, Any] = tables(__file__)["headers"]
 
 
 # ----------------------------------------------------------------------------------------- runs

@@ -12,11 +12,10 @@ from run_helpers import tables
 from torch import Tensor
 
 from embodied_envs.base import tree
-from embodied_ppo.core.compile import CompileSchedule
 from embodied_ppo.core.types import MEAN_SHIFT, Batch
 from embodied_ppo.ppo.compiled_step import (
     ADAMW_SETTINGS,
-    CompiledStep,
+    Gradients,
     MinibatchStep,
     adam_state,
     adamw_settings,
@@ -24,7 +23,7 @@ from embodied_ppo.ppo.compiled_step import (
 from embodied_ppo.ppo.minibatches import SampleCutter, TokenBudgetCutter, take
 from embodied_ppo.ppo.optimizer import MinibatchOptimizer
 from embodied_ppo.ppo.ppo import PPO
-from tests.ppo.test_robot_actor import N, T, experience, make, numbers, weights
+from tests.ppo.test_robot_actor import N, T, experience, make
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = tables(__file__)["cases"]
 
@@ -97,24 +96,32 @@ def test_program_equals_eager_step(case: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", ["clipped", "tight clipping of gradients", "adam", "columns"])
+class Recorded(MinibatchStep):
+    """Returns the gradients and statistics instead of a step."""
+
+    def _apply(self, *arguments: Any) -> Any:
+        return arguments[2:]
+
+
+@pytest.mark.parametrize("case", ["clipped", "entropy", "columns"])
 def test_programs_of_separate_networks_equal_that_of_both(case: str) -> None:
     """The gradients of one network do not depend on the other's weights."""
-    both, apart = (make(CASES[case][0], model={"shared_backbone": False}) for _ in range(2))
-    both.optimizer.loss.separate = False
-
-    class Uncompiled(CompileSchedule):
-        def get(self, update: int, make_example: Any) -> Any:
-            programs = make_example().program
-            programs = programs if isinstance(programs, list) else [programs]
-            return [lambda x, f=f: y if isinstance(y := f(*x), tuple) else [y] for f in programs]
-
-    results = []
-    for learner in (both, apart):
-        learner.optimizer.compiled = CompiledStep(Uncompiled(0))
-        stats = [learner.update(experience(learner, seed=i, noise=0.3), update=i) for i in (0, 1)]
-        results.append([torch.tensor([*numbers(stats[1]).values()]), *weights(learner).values()])
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
+    learner = make(CASES[case][0], model={"shared_backbone": False})
+    batch, optimizer = prepared(learner), learner.optimizer
+    assert optimizer.loss.separate
+    arguments = optimizer.loss, *parameter_names(optimizer), batch
+    size, state = N // 4 if case == "columns" else 16, adam_state(optimizer.adamw)
+    rest = [torch.arange(size), *tree.leaves(batch)]
+    settings = torch.cat([torch.zeros(len(ADAMW_SETTINGS)), torch.tensor([0.1])])
+    gradients, stats = Recorded(*arguments)(*state.tensors, settings, *rest)
+    parts = [
+        Gradients(*arguments, part=part)(*state.parameters, settings[-1:], *rest)
+        for part in ("actor", "critic")
+    ]
+    separate = [*parts[0][1:], *parts[1][1:]]
+    assert all(torch.equal(x, y) for x, y in zip(separate, gradients, strict=True))
+    row = dict(zip(optimizer.statistics, parts[0][0] + parts[1][0], strict=True))
+    assert all(torch.equal(row[name], x.float()) for name, x in stats.items())
 
 
 def test_adamw_settings_equal_torch_bias_corrections() -> None:

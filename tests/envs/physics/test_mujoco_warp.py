@@ -454,8 +454,8 @@ def test_order_of_contacts_and_rows_has_no_effect(name: str, deterministic_torch
         m.callback.control = lambda m, d: [f(m, d) for f in rows]
         with wp.ScopedDevice("cpu"):
             mujoco_warp.mjw.forward(m, d)
-        found = [d.qacc, d.contact.efc_address, d.efc.jtdaj_adr, d.efc.jtdaj_nrow]
-        qacc, address, *blocks = (wp.to_torch(x).clone() for x in found)
+        arrays = [d.qacc, d.contact.efc_address, d.efc.jtdaj_adr, d.efc.jtdaj_nrow]
+        qacc, address, *blocks = (wp.to_torch(x).clone() for x in arrays)
         count = wp.to_torch(d.efc.jtdaj_nblock)[:, None]
         return [qacc, address[: len(order)], *(x[torch.arange(x.shape[1]) < count] for x in blocks)]
 
