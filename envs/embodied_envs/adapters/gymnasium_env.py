@@ -361,17 +361,20 @@ class _OwnMemory(gymnasium.Wrapper):
         obs, reward, terminated, truncated, info = self.env.step(action)
         if not isinstance(reward, float):
             reward = one_number(reward)
+        for flag in (terminated, truncated):  # None would be False, and a reward True
+            if not isinstance(flag, bool | np.bool_):
+                one_number(flag, "True or False as terminated and truncated", (0.0, 1.0))
         return self._own(obs), reward, terminated, truncated, single_numbers(info)
 
 
-def one_number(reward: Any) -> float:
-    """Return a reward of any numeric type, shape () or (1,), as a float."""
-    number = to_numbers(reward, 1)
-    if number is None:
-        raise EnvError(
-            "return one number as the reward of a step: it is"
-            f" {type(reward).__name__} {list(np.shape(reward)) or reward!r:.60}"
-        )
+def one_number(
+    x: Any, what: str = "one number as the reward", values: Sequence[float] = ()
+) -> float:
+    """Return a number of any numeric type, shape () or (1,), as a float; ``what`` describes it."""
+    number = to_numbers(x, 1)
+    if number is None or (values and float(number) not in values):
+        kind = f"{type(x).__name__} {list(np.shape(x)) or x!r:.60}"
+        raise EnvError(f"return {what} of a step: it is {kind}")
     return float(number)
 
 

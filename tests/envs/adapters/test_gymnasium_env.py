@@ -136,18 +136,18 @@ def test_nothing_is_shared_with_the_environment(kwargs: dict[str, Any], discrete
 
 
 class Rewarding(gymnasium.Env):
-    """Returns a reward of any type."""
+    """Returns a reward and an end of any type."""
 
     observation_space = action_space = spaces.Box(-1, 1, (1,))
 
-    def __init__(self, reward: Any) -> None:
-        self.reward = reward
+    def __init__(self, reward: Any, end: Any = False) -> None:
+        self.reward, self.end = reward, end
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
         return np.zeros(1, np.float32), {}
 
     def step(self, action: Any) -> Any:
-        return np.zeros(1, np.float32), self.reward, False, False, {}
+        return np.zeros(1, np.float32), self.reward, self.end, False, {}
 
 
 gymnasium.register("test/Rewarding-v0", Rewarding, disable_env_checker=True)
@@ -195,18 +195,23 @@ def test_an_observation_of_another_shape_is_named(second: Any, message: str) -> 
         env.step(torch.zeros(1, dtype=torch.int64))
 
 
-def reward_of(reward: Any) -> list[float]:
-    env = embodied_envs.make("test/Rewarding-v0", num_envs=1, seeds=[0], kwargs={"reward": reward})
+def reward_of(reward: Any, end: Any = False) -> list[float]:
+    kwargs = {"reward": reward, "end": end}
+    env = embodied_envs.make("test/Rewarding-v0", num_envs=1, seeds=[0], kwargs=kwargs)
     env.reset()
     return env.step(torch.zeros(1, 1)).reward.tolist()
 
 
-def test_a_reward_is_one_number_or_an_array_of_one() -> None:
+def test_a_reward_is_one_number_and_an_end_a_flag() -> None:
     for reward in ([0.5], torch.tensor(0.5)):
         assert reward_of(reward) == [0.5]
     for reward in (None, np.zeros(2)):
         with pytest.raises(EnvError, match="reward"):
             reward_of(reward)
+    assert reward_of(0.5, np.array([1])) == [0.5]
+    for end in (None, "False", -0.3):
+        with pytest.raises(EnvError, match="return True or False as terminated"):
+            reward_of(0.5, end)
 
 
 class Ending(Rewarding):
