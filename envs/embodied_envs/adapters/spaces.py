@@ -407,7 +407,7 @@ def _leaf(
 ) -> tuple[ArraySpec, Leaf]:
     """Return spec and conversion of one array."""
     if isinstance(space, spaces.Discrete):
-        spec, convert = ArraySpec((int(space.n),)), _one_hot(int(space.n), int(space.start))
+        spec, convert = ArraySpec((int(space.n),)), _one_hot(int(space.n), int(space.start), id)
     elif isinstance(space, spaces.Box | spaces.MultiBinary | spaces.MultiDiscrete):
         shape = tuple(int(n) for n in space.shape)
         is_bytes = space.dtype == np.uint8 and len(shape) > 1
@@ -453,11 +453,13 @@ def _numbers(x: np.ndarray) -> Tensor:
     return torch.from_numpy(np.array(x, dtype=np.float32).reshape(-1, 1))
 
 
-def _one_hot(n: int, start: int) -> Leaf:
+def _one_hot(n: int, start: int, id: str) -> Leaf:
     """Return a conversion of integers [N] >= ``start`` to float32 [N, n]."""
 
     def convert(x: np.ndarray) -> Tensor:
         index = torch.from_numpy(x.astype(np.int64).reshape(-1, 1) - start)
+        if wrong := x[(x < start) | (x >= start + n)].tolist():
+            raise EnvError(f"return {start} to {start + n - 1}: env.id={id} returned {wrong[0]}")
         return torch.zeros(index.shape[0], n).scatter_(1, index, 1.0)
 
     return convert

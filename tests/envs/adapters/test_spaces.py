@@ -10,7 +10,7 @@ import torch
 from gymnasium import spaces
 
 from embodied_envs.adapters.actions import mapper
-from embodied_envs.adapters.spaces import ActionConverter, flatten
+from embodied_envs.adapters.spaces import ActionConverter, flatten, observations
 from embodied_envs.base.errors import EnvError
 from embodied_envs.types import Box
 
@@ -55,3 +55,12 @@ def test_two_entries_of_one_name_are_refused() -> None:
     inner = spaces.Box(-1, 1, (2,))
     with pytest.raises(EnvError, match="rename an entry of the space: a/b"):
         flatten(spaces.Dict({"a/b": inner, "a": spaces.Dict({"b": inner})}))
+
+
+def test_a_choice_outside_of_its_space_is_named() -> None:
+    space = spaces.Dict({"phase": spaces.Discrete(3, start=-1)})
+    read = observations(space, id="x", device=torch.device("cpu"))[1]["phase"]
+    assert read(np.array([-1, 1])).tolist() == [[1, 0, 0], [0, 0, 1]]
+    for wrong in (-2, 2):
+        with pytest.raises(EnvError, match=f"return -1 to 1: .*'phase' returned {wrong}"):
+            read(np.array([0, wrong]))
