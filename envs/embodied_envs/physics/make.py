@@ -62,9 +62,9 @@ def _check_attributes(task: Task, id: str) -> None:
     for name, low in minimum.items():
         check_count(f"{prefix}.{name}", getattr(task, name), low)
     check_choice(f"{prefix}.stage", task.stage, get_args(Stage))
-    for name in ("fields", "privileged_fields", "before"):
+    for name in ("fields", "privileged_fields", "before", "names", "instructions"):
         if isinstance(value := getattr(task, name), str):
-            raise EnvError(f"{prefix}.{name}={value!r} must be a tuple of names: ({name!r},)")
+            raise EnvError(f"{prefix}.{name}={value!r} must be a tuple: ({value!r},)")
 
 
 def _pop_warp_capacities(kwargs: dict[str, Any], id: str, engine: str) -> dict[str, int]:

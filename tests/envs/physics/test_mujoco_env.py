@@ -224,6 +224,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("stage", "acceleration", "stage.*acceleration.*velocity"),
     ("fields", ("blah",), "blah"),
     ("fields", (), r"terminated.*sensordata.*fields"),
+    ("instructions", "lift it", r"instructions='lift it' must be a tuple: \('lift it',\)"),
     ("spec", lambda self: None, r"spec.*NoneType"),
     ("bind", lambda self, *a: 1 / 0, "bind.*ZeroDivisionError"),
     ("reset", _reset(qpos=lambda u: u[:, :1]), r"reset.*qpos.*\[2, 1\].*\[2, 2\]"),
