@@ -154,8 +154,10 @@ class TaskValidator:
             label = f"{function}()[{name!r}]"
             if name not in start:
                 raise self._error(f".{label}: reset() returns no such variable; return it there")
-            # The results of ``advance`` are copied into the variables, in any dtype.
-            kind = None if function == "advance" else start[name].dtype
+            kind: Any = start[name].dtype
+            is_cut = not kind.is_floating_point and isinstance(x, Tensor) and x.is_floating_point()
+            # The results of ``advance`` are copied into the variables, which drops fractions only.
+            kind = None if function == "advance" and not is_cut else kind
             self._tensor(label, x, tuple(start[name].shape), kind)
 
     def step(

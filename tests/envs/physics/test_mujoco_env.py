@@ -236,6 +236,7 @@ MISTAKES: list[tuple[str, Any, str]] = [
     ("terminated", lambda self, s: s["qpos"][:, 0], "terminated.*bool"),
     ("carry_over", lambda self, s, start, u: {"level": u[:, 0]}, "carry_over.*level"),
     ("advance", lambda self, s, a, u: {"speed": u}, "advance.*speed"),
+    ("advance", lambda self, s, a, u: {"pushes": s["pushes"] + 0.5}, "pushes.*float.*int64"),
 ]
 
 
