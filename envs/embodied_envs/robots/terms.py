@@ -81,13 +81,17 @@ class TermTask(Task):
                 terms |= dict(zip(names, x.unbind(1), strict=True))
         return terms
 
-    def total(self, terms: dict[str, Tensor]) -> Tensor:
+    def total(self, terms: dict[str, Tensor]) -> Tensor | None:
+        # A subclass may define its own reward; the terms are curves only then.
+        return self._sum(terms) if type(self).reward is TermTask.reward else None
+
+    def _sum(self, terms: dict[str, Tensor]) -> Tensor:
         names = self._terms or terms  # a task may define ``reward_terms`` itself
         reward = torch.stack([terms[name] for name in names]).sum(0)
         return reward if self.least_reward is None else reward.clamp(min=self.least_reward)
 
     def reward(self, before: State, s: State, action: Tensor) -> Tensor:
-        return self.total(self.reward_terms(before, s, action))
+        return self._sum(self.reward_terms(before, s, action))
 
     def action_rate(self, before: State, s: State, action: Tensor) -> Tensor:
         """Change of the action, squared."""

@@ -63,6 +63,15 @@ def test_action_0_holds_home_from_the_reset_on(file: Path) -> None:
     env.close()
 
 
+def test_a_reward_of_the_subclass_replaces_the_sum(file: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Stay, "reward", lambda self, *state: 9 + RobotTask.reward(self, *state))
+    env = make()
+    env.reset()
+    step = env.step(torch.zeros(2, 8))
+    assert step.info and torch.allclose(step.reward, 9 + step.info["home"] + step.info["effort"])
+    env.close()
+
+
 def test_motors_become_servos_with_the_same_force_limit(file: Path) -> None:
     model = Stay().spec().compile()
     robot = RobotModel(model)
