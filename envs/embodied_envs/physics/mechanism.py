@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_envs.base import tree
 from embodied_envs.robots import observation_parts
 from embodied_envs.robots.robot_model import RobotModel
 from embodied_envs.tasks.task import State, Task
@@ -166,8 +167,10 @@ def describe(
     middle = torch.full((1, task.reset_noise), 0.5).to(state["qpos"])
     home = task.reset(middle).get("qpos")
     parts, base = task.observation_parts(model), RobotModel(model).base
-    names = task.observation_names(model)
-    if names != observation_parts.describe(parts, model):  # a subclass observes more
+    names, observed = task.observation_names(model), tree.named(task.observe(state), "state")
+    size = observed["state"].shape[1] if "state" in observed else 0
+    if size != len(names) or names != observation_parts.describe(parts, model):
+        # A subclass observes more.
         parts = []
     frames = {x.names[0] for x in parts if x.quantity in FRAMES}
     trunk = None if base is None else model.body(base).name

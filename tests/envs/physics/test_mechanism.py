@@ -12,6 +12,7 @@ from toy_envs import Balance
 
 from embodied_envs.physics.mechanism import actuators
 from embodied_envs.tasks import State
+from embodied_envs.tasks.go1 import Go1Joystick
 from embodied_ppo.options.schema import EnvConfig
 from embodied_ppo.rollout import environments
 
@@ -54,6 +55,18 @@ def test_actions_that_change_the_targets_of_the_last_step_have_no_fixed_relation
     assert robot["ctrl_of_action"] is None
     assert [a["unit"] for a in robot["actuators"]] == ["rad"] * 7 + ["m"]
     assert mechanism("CartPole-v1") == {}, "other simulators describe no joints"
+
+
+class Observant(Go1Joystick):
+    """Adds to the observation, but not to its parts."""
+
+    def observe(self, s: State) -> Tensor:
+        return torch.cat([super().observe(s), s["qpos"][:, :1]], 1)
+
+
+def test_parts_of_a_part_of_the_observation_are_left_out() -> None:
+    parts = [mechanism(id)["observation_parts"] for id in ("Go1Joystick", f"{__name__}:Observant")]
+    assert len(parts[0]) > 3 and parts[1] == []
 
 
 class Opens(Balance):
