@@ -54,8 +54,8 @@ class TermTask(Task):
         if self._terms is None:
             available, self._terms = self.available_terms(), {}
             for name, numbers in self.rewards.items():
-                if name not in available:
-                    raise EnvError(f"{type(self).__name__}.rewards: there is no term {name}")
+                if name not in available or "weight" not in numbers:
+                    raise EnvError(f"{type(self).__name__}.rewards: no term, or no weight: {name}")
                 numbers = dict(numbers)
                 if weight := numbers.pop("weight"):
                     self._terms[name] = weight, partial(available[name], **numbers)
@@ -86,6 +86,10 @@ class TermTask(Task):
         return self._sum(terms) if type(self).reward is TermTask.reward else None
 
     def _sum(self, terms: dict[str, Tensor]) -> Tensor:
+        if self._terms is None and self.rewards:
+            names = ", ".join(self.rewards)
+            own = f"{type(self).__name__}.reward_terms computes none of them"
+            raise EnvError(f"remove {names} from rewards (env.rewards): {own}")
         names = self._terms or terms  # a task may define ``reward_terms`` itself
         reward = torch.stack([terms[name] for name in names]).sum(0)
         return reward if self.least_reward is None else reward.clamp(min=self.least_reward)

@@ -72,6 +72,15 @@ def test_a_reward_of_the_subclass_replaces_the_sum(file: Path, monkeypatch) -> N
     env.close()
 
 
+def test_rewards_that_have_no_effect_are_refused(file: Path, monkeypatch) -> None:
+    with pytest.raises(EnvError, match=r"remove action_rate from rewards .*Stay\.reward_terms"):
+        make(rewards={"action_rate": {"weight": -1.0}})
+    monkeypatch.setattr(Stay, "reward_terms", RobotTask.reward_terms)
+    monkeypatch.setattr(Stay, "rewards", {"action_rate": {}})
+    with pytest.raises(EnvError, match="no weight: action_rate"):
+        make()
+
+
 def test_motors_become_servos_with_the_same_force_limit(file: Path) -> None:
     model = Stay().spec().compile()
     robot = RobotModel(model)
