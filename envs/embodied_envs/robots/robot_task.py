@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from embodied_envs.base.errors import EnvError
 from embodied_envs.robots.observation_parts import MEASURED_SENSORS, Part
 from embodied_envs.robots.preparation import CONTACT, CONTACTS, FORCE, GYRO, Preparation
 from embodied_envs.robots.robot_model import IMU, RobotModel
@@ -64,10 +65,12 @@ class RobotTask(TermTask):
         # Control: the action 0, the scale of each actuator, and the range.
         actuators, scales = robot.actuators, [a.scale for a in robot.actuators]
         for pattern, scale in self.action_scale.items():
-            scales = [
-                scale if fnmatchcase(a.name, pattern) else x
-                for a, x in zip(actuators, scales, strict=True)
-            ]
+            matches = [i for i, a in enumerate(actuators) if fnmatchcase(a.name, pattern)]
+            if not matches:
+                known = ", ".join(a.name for a in actuators)
+                raise EnvError(f"name actuators ({known}): action_scale: {pattern!r} matches none")
+            for i in matches:
+                scales[i] = scale
         self.home_control = tensor([a.home for a in actuators])
         self.scale = tensor(scales)
         self.low, self.high = tensor([(a.low, a.high) for a in actuators]).unbind(1)

@@ -176,6 +176,9 @@ def test_floor_and_scale_of_the_action(file: Path, monkeypatch) -> None:
     assert isinstance(env.task, RobotTask)
     assert env.task.scale[4:6].tolist() == [7, 0.5]
     env.close()
+    monkeypatch.setattr(Stay, "action_scale", {"*_knee": 0.3})
+    with pytest.raises(EnvError, match=r"name actuators \(FL_roll, .*'\*_knee' matches none"):
+        make()
 
 
 def test_states_of_filters_start_at_home(file: Path) -> None:
