@@ -6,14 +6,11 @@ import gymnasium
 
 NAMESPACE = "embodied/"
 
+LOCOMOTION = ("HalfCheetah", "Hopper", "Walker2d", "Ant", "Humanoid")
 # env.id -> "module:Class" in ``tasks``, and ``max_episode_steps``. This module loads no task, and
 # no torch.
 OWN: dict[str, tuple[str, int]] = {
-    "HalfCheetah": ("locomotion:HalfCheetah", 1000),
-    "Hopper": ("locomotion:Hopper", 1000),
-    "Walker2d": ("locomotion:Walker2d", 1000),
-    "Ant": ("locomotion:Ant", 1000),
-    "Humanoid": ("locomotion:Humanoid", 1000),
+    **{name: (f"locomotion:{name}", 1000) for name in LOCOMOTION},
     "PandaPickCube": ("panda:PandaPickCube", 150),
     "Go1Joystick": ("go1:Go1Joystick", 500),
     "Go1Rough": ("go1_rough:Go1Rough", 500),

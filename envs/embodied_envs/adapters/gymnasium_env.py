@@ -367,9 +367,7 @@ class _OwnMemory(gymnasium.Wrapper):
         return self._own(obs), reward, terminated, truncated, single_numbers(info)
 
 
-def one_number(
-    x: Any, what: str = "one number as the reward", values: Sequence[float] = ()
-) -> float:
+def one_number(x: Any, what: str = "one number as the reward", values: Any = ()) -> float:
     """Return a number of any numeric type, shape () or (1,), as a float; ``what`` describes it."""
     number = to_numbers(x, 1)
     if number is None or (values and float(number) not in values):

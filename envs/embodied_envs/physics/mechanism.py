@@ -40,17 +40,10 @@ def joints(model: mujoco.MjModel, home: Sequence[float]) -> list[dict[str, Any]]
         kind, positions, velocities, unit = JOINTS[mujoco.mjtJoint(int(model.jnt_type[i]))]
         qpos, qvel = int(model.jnt_qposadr[i]), int(model.jnt_dofadr[i])
         limited = bool(model.jnt_limited[i]) and positions == 1
-        rows.append(
-            {
-                "name": model.joint(i).name or f"joint{i}",
-                "type": kind,
-                "unit": unit,
-                "qpos": [qpos, qpos + positions],
-                "qvel": [qvel, qvel + velocities],
-                "range": [float(x) for x in model.jnt_range[i]] if limited else None,
-                "home": list(home[qpos : qpos + positions]),
-            }
-        )
+        row = {"name": model.joint(i).name or f"joint{i}", "type": kind, "unit": unit}
+        row |= {"qpos": [qpos, qpos + positions], "qvel": [qvel, qvel + velocities]}
+        row["range"] = [float(x) for x in model.jnt_range[i]] if limited else None
+        rows.append(row | {"home": list(home[qpos : qpos + positions])})
     return rows
 
 

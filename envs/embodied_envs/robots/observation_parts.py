@@ -8,17 +8,10 @@ from typing import Literal, TypeAlias
 
 import mujoco
 
-Quantity: TypeAlias = Literal[
-    "velocity",
-    "angular_velocity",
-    "gravity",
-    "command",
-    "phase",
-    "joint_positions",
-    "joint_velocities",
-    "sensors",
-    "last_action",
-]
+Quantity: TypeAlias = (
+    Literal["velocity", "angular_velocity", "gravity", "command", "phase", "sensors"]
+    | Literal["joint_positions", "joint_velocities", "last_action"]
+)
 
 # Type of the MJCF's sensors that a robot has, besides those of joints and IMU -> unit.
 MEASURED_SENSORS: dict[int, str | None] = {

@@ -87,9 +87,8 @@ class TermTask(Task):
 
     def _sum(self, terms: dict[str, Tensor]) -> Tensor:
         if self._terms is None and self.rewards:
-            names = ", ".join(self.rewards)
-            own = f"{type(self).__name__}.reward_terms computes none of them"
-            raise EnvError(f"remove {names} from rewards (env.rewards): {own}")
+            own = f"(env.rewards): {type(self).__name__}.reward_terms computes none of them"
+            raise EnvError(f"remove {', '.join(self.rewards)} from rewards {own}")
         names = self._terms or terms  # a task may define ``reward_terms`` itself
         reward = torch.stack([terms[name] for name in names]).sum(0)
         return reward if self.least_reward is None else reward.clamp(min=self.least_reward)
