@@ -111,7 +111,8 @@ class EpisodeStatistics:
             for task, episode in zip(tasks.cpu().numpy()[counted].tolist(), new, strict=True):
                 self.by_task.setdefault(task, deque(maxlen=WINDOW)).append(episode)
         self.has_ended |= counted.any(0)
-        self._report_missing_ends(len(steps))
+        if not self.finished:
+            self._report_missing_ends(len(steps))
         # In the order of ending, failures that last until the time limit come last: a part of a
         # rollout would contain mostly these.
         self.newest = new = [*(self.newest if continues else ()), *new]
@@ -142,7 +143,7 @@ class EpisodeStatistics:
         limit, rollouts = self.env.max_episode_steps, PATIENCE
         if limit is not None and limit < 5 * PATIENCE * horizon:
             rollouts = max(PATIENCE, -(-limit // horizon) + 1)
-        if self.finished or self.rollouts_without_end != rollouts:
+        if self.rollouts_without_end != rollouts:
             return
         advice = f"write algorithm.horizon={limit or 4 * horizon}"
         if not self.one_episode:
